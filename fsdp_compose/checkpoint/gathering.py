@@ -51,7 +51,8 @@ def key_text(key: Key) -> str:
 
 
 def layout_of(tensor: DTensor) -> str:
-    """Describe a tensor's layout, without the ranks of its mesh: other ranks may be in another mesh."""
+    """Describe a tensor's layout, in the same words on every rank."""
+    # Without the ranks of the mesh: other ranks may be in another mesh.
     mesh, placements = tensor.device_mesh, [*map(str, map(repr, tensor.placements))]
     if isinstance(tensor, RaggedDTensor) and not tensor._spec.is_only_ragged:
         placements[tensor._spec.ragged_dim] = "RaggedShard"  # without sizes, which may differ on other ranks

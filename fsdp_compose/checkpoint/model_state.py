@@ -290,11 +290,12 @@ def fetch_model(plan: ModelPlan, sender: Sender | None) -> dict[str, Any]:
 
 
 def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
-    """Load values that fit. Parameters on the meta device get memory and keep their identity. A module with its own
-    loading gets all of its keys in one call, including values that are loaded already: it may need them together."""
+    """Load values that fit. Parameters on the meta device get memory and keep their identity."""
     names, load = plan.names, own_method(plan.names.model, "load_state_dict")
     assigned = _assigned(plan, values)
     there = {plan.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
+    # If a user's hook raises in here, the module is not restored: that would take a copy of the module for every load
+    # that succeeds.
     load(with_versions(there, plan.versions), strict=False)
     if assigned:
         fresh = {fqn: value for fqn, value in values.items() if fqn in assigned}
@@ -311,11 +312,12 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
 
 def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:
     """Return the FQNs of values that replace the model's tensors: those for tensors on the meta device, and all that a
-    module with its own loading, or a hook, loads together with them."""
+    module with its own loading, or a hook, loads together with them, even if their tensors have memory."""
     on_meta = {fqn for fqn in values if fqn in plan.targets and plan.targets[fqn].like.is_meta}
     assigned = set(on_meta)
     if on_meta:
         for path, module in plan.names.model.named_modules():
+            # A module with its own loading may need all of its keys in one call.
             if not loads_as_torch_module(module, before_load):
                 prefix = f"{path}." if path else ""
                 together = {fqn for fqn in values if plan.keys[fqn].startswith(prefix)}

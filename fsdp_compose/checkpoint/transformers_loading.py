@@ -1,8 +1,7 @@
 """Let the loaders of transformers and peft find this rank's part of a whole tensor: they assume equal chunks.
 
-Both ask transformers' class ``DtensorShardOperation`` (checked with transformers 5.23 and peft 0.21). ``fully_shard``
-changes its methods, for our placements alone, if the class is imported by then: what has made the model's layers or
-adapters has imported it."""
+Both ask transformers' class ``DtensorShardOperation``. ``fully_shard`` changes its methods, for our placements alone.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..ragged import RaggedShard
 
+# Checked with transformers 5.23 and peft 0.21.
 _MODULE, _CLASS = "transformers.distributed.sharding_utils", "DtensorShardOperation"
 
 
 def extend_transformers_loader() -> None:
     """Make transformers' loader ask our placements, if it is imported and does not yet. Local."""
+    # Nothing needs it if it is not imported: what made the model's layers or adapters would have imported it.
     loader = getattr(sys.modules.get(_MODULE), _CLASS, None)
     if loader is not None and "_fsdp_compose_extended" not in vars(loader):
         loader._fsdp_compose_extended = True
