@@ -49,6 +49,7 @@ def begin_backward(root: Root) -> Backward:
     detector = root.detector
     if detector is None or detector.was_toggled():
         follow_requires_grad_writes_before_backward(root)
+    # Activation checkpointing may run modules of these groups again before backward has passed the groups' outputs.
     for state in root.live_states():
         if state.persistent.is_unhooked or not state.place.reshards_after_forward:
             _show_throughout(backward, state)
@@ -57,8 +58,7 @@ def begin_backward(root: Root) -> Backward:
 
 
 def _show_throughout(backward: Backward, state: _FSDPState) -> None:
-    """Show the parameters of a group that has stayed unsharded, until it is reduced. Without passing the group's
-    outputs, backward may reach modules of it, to run them again for activation checkpointing."""
+    """Show the parameters of a group that has stayed unsharded, until it is reduced."""
     if all([handle.unsharded.is_allocated for handle in state._handles]) and state.swap not in backward.shown:
         backward.shown[state.swap] = None
         state.swap.show_unsharded()
@@ -113,9 +113,7 @@ def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
 
 
 class _EndOfBackward:
-    """The callback at the end of a backward. If the backward raises, autograd drops it without calling it; then
-    ``__del__`` makes the modules show their sharded parameters again (except in running forwards) before the exception
-    reaches the user's code."""
+    """The callback at the end of a backward."""
 
     def __init__(self, root: Root, backward: Backward) -> None:
         self.root: Root | None = root
@@ -131,6 +129,8 @@ class _EndOfBackward:
             _give_up_backward(root, self._backward)
             raise
 
+    # If the backward raises, autograd drops the callback without calling it. Then modules show their sharded parameters
+    # again (except in running forwards) before the exception reaches the user's code.
     def __del__(self) -> None:
         if self.root is not None:
             _give_up_backward(self.root, self._backward)
@@ -148,8 +148,8 @@ def _give_up_backward(root: Root, backward: Backward) -> None:
 
 @never_traced
 def finish_backward(root: Root, is_inside: bool = False) -> None:
-    """Reduce the remaining groups, agree with the other ranks, and only then publish the gradients. ``is_inside``: the
-    backward ran inside a forward of the root, which may have just ended."""
+    """Reduce the remaining groups, agree with the other ranks, and publish the gradients. ``is_inside``: the backward
+    ran inside a forward of the root, which may have just ended."""
     states, backward, scheduler = root.live_states(), root.backward, root.scheduler
     assert backward is not None
     # ... or inside a recomputation.
@@ -175,6 +175,9 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     scheduler.end_backward(root)
     hide_shown(root)
     _bring_captured(root, states)
+    # Gradients are published only after this. ``None`` must mean the same on every rank, and only the exchange tells
+    # who has a gradient. It is also the last moment at which a difference between ranks can keep a wrong gradient from
+    # an optimizer.
     _exchange(root, states)
     # If a user's hook raises, some gradients are published already, different ones on each rank.
     backward.has_added = True
@@ -245,15 +248,14 @@ def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
 
 def publish_from_inside(root: Root) -> None:
     """Reduce and publish gradients that a backward inside an outermost forward, which ends now, has left on parameters.
-
-    The forwards of these groups were running, so no hook noticed the backward. From now on their parameters have
-    hooks."""
+    From now on these parameters have hooks."""
     states = root.live_states()
     begun = {*root.forward.record.begun}
     for state in states:
         if any(handle.unsharded.has_grad() for handle in state._handles):
             if state.place.index not in begun:
                 state.refuse_unseen_backward()
+            # Its forward was still running, so its outputs had no hooks, and nothing noticed the backward.
             _notice_backwards(state)
     backward = root.begin_backward()
     try:
@@ -289,6 +291,7 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
         if may_be_late:
             for state in states:
                 exchange.late[state.place.index] = _lateness(state)
+        # Nothing was reduced and nothing gathered: ranks may run unequal numbers of such backwards, so none may wait.
         if not accumulates:
             begin_exchange(root, exchange, END_OF_BACKWARD)
             root.communicator.finish()

@@ -43,6 +43,7 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
             root = initialise(state, module)  # the root module no longer exists, or a group was added somewhere
             is_given = is_in_functional_call()
         elif not detector.is_unchanged():
+            # functional_call() puts other parameters into modules, which looks like a change by the user.
             with own_values(root.live_states()):
                 if not detector.is_unchanged():
                     root = _follow_user(root, state, module)
@@ -97,6 +98,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             handle.gradient.release_if_dropped(may_release)
             if handle.pending_gradients.accumulation is not None:
                 handle.pending_gradients.accumulation.show()
+            # An edit through to_local() may leave no trace, or one on some ranks only, and ranks that disagreed about a
+            # gather would hang. So what stayed gathered is gathered again, without asking whether it was edited.
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
                 root.scheduler.refresh_kept(root, state, handle)
         if state.persistent.captured is not None:

@@ -43,15 +43,14 @@ from .untracked_writes import forgive_versions, look_for_writes, refuse_untracke
 def is_recomputation(state: _FSDPState, task: int) -> bool:
     """Whether a forward that begins inside a backward (of number ``task``) repeats an earlier one for it, as in
     activation checkpointing. If not, it is treated like a forward outside backward: for example, that of a teacher in a
-    gradient hook.
-
-    While a backward of its own root runs, a forward always counts as a repetition: it uses parameters that cannot have
-    changed since that backward reached them."""
+    gradient hook."""
     root = state.root
     if root is None:
         return is_checkpoint_recomputing()  # it repeats a forward before fully_shard()
     if root.forward.depth and root.forward.task == task:
         return False  # it is part of a forward that began inside that backward
+    # While a backward of its own root runs, even a new forward counts as a repetition: it uses parameters that cannot
+    # have changed since that backward reached them.
     if root.backward is not None:
         return True
     if not is_checkpoint_recomputing():
@@ -61,8 +60,7 @@ def is_recomputation(state: _FSDPState, task: int) -> bool:
 
 
 def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
-    """The root of a recomputation that begins. Groups that were recomputed before this one are resharded, unless their
-    backward has begun. The last recomputed group stays unsharded, because its backward comes next."""
+    """The root of a recomputation that begins."""
     root = state.root
     if root is None:
         raise MisuseRuntimeError(
@@ -70,6 +68,7 @@ def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
             "forward outside backward"
         )
     if root.recomputed:
+        # These were not resharded at their end: until another recomputation begins, their backward may come next.
         for other in root.recomputed:
             if other is not state and not other.backward.active_uses and not other.options.keeps_after_backward():
                 (reshard_until_backward if other.place.reshards_partially else reshard)(root, other)
@@ -165,6 +164,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     entered_with, use, is_recomputed = progress.running_forwards.pop()
     root = state.root
     assert root is not None
+    # A forward inside an ``except`` block ends with the exception that it began with, and has not failed.
     scheduler, error = root.scheduler, _exception_in_hand()
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded_after_forward()
@@ -226,10 +226,11 @@ def _find_root(state: _FSDPState, module: nn.Module, is_recomputed: bool) -> Roo
 
 
 def _abandon(root: Root, state: _FSDPState, use: GroupUse | None, is_recomputed: bool) -> None:
-    """End a forward that raised. In a recomputation this may be activation checkpointing, which stops it early."""
+    """End a forward that raised."""
     if use is not None:
         use.abandon()
     explain_refused_access(_exception_in_hand())
+    # Activation checkpointing stops a recomputation by an exception when it has what it needs; its backward follows.
     if is_recomputed:
         root.recomputed.append(state)
     else:

@@ -151,6 +151,7 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
     Raises:
         RuntimeError: on every rank, if replicas differ; the message names the first such parameter and the ranks.
     """
+    # Groups made by replicate() cannot differ: broadcast_first_replica() has just given all ranks the same values.
     compared = [state for state in states if state.options.bucket_bytes is None]
     parts = [*_parts_with_replicas(compared)]
     if not parts:
@@ -163,6 +164,7 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
     difference = meet(mesh.peers, purpose, json.dumps(digests), _first_difference)
     if not difference:
         return
+    # One digest covers all parameters of a part. To name one, the ranks that differ compare this part by parameter.
     where, *differing = json.loads(difference)
     each = {}
     for place, handle, _, indices in parts if mesh.rank in differing else ():
@@ -195,7 +197,7 @@ def broadcast_first_replica(states: Sequence[_FSDPState]) -> None:
 
 
 def _buffers(state: _FSDPState) -> Iterator[torch.Tensor]:
-    """The buffers of a group's modules, each as contiguous memory, which is written back after use."""
+    """The buffers of a group's modules, each as contiguous memory. What the caller writes there, the buffer gets."""
     for module in group_modules(state.live_modules()):
         for buffer in module._buffers.values():
             if buffer is None or isinstance(buffer, DTensor) or buffer.layout != torch.strided or not buffer.numel():
@@ -512,6 +514,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         item.set_position(name, index, is_outermost=item in owners)
     _call_parameters(found, (part.module for part in roots))
     order = CollectiveLog.of(mesh.peers)
+    # A rank that still requests an optional group of another model would wait for the ranks that meet below.
     if order.serve is not None:
         order.serve(None, OTHER_MODEL)
     model = ""
@@ -522,6 +525,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         replacement.take_over()
     rebind_live_optimizers()
     apply_moves(moves)
+    # Moves have made new flat parameters, whose parameters have no names in the root yet.
     _call_parameters(found, (part.module for part in roots))
     handles = [handle for item in states for handle in item._handles]
     num_params = sum(len(item.fqns) for item in handles)

@@ -121,12 +121,11 @@ class SkipProtocol:
         self._exchange(None, False, Marks(nothing, nothing, nothing, nothing), root.mesh.peers.rank())
 
     def gather(self, root: Root, states: Sequence[_FSDPState], kept: Sequence[_FSDPState]) -> None:
-        """Start the all-gathers of groups, on all ranks, in the order of their indexes. A group that this rank does not
-        need itself (one that is not in ``kept``) is freed before the next one is gathered, so that the rank holds one
-        such group at a time."""
+        """Start the all-gathers of groups, on all ranks, in the order of their indexes. This rank keeps those in
+        ``kept``; any other one it frees before it gathers the next."""
         for state in states:
             is_new = False
-            self._drop_served(root)
+            self._drop_served(root)  # so a rank holds one group at a time that it does not need itself
             self.old.discard(state.place.index)
             for handle in state._handles:
                 if handle.unsharded.never_freed:
