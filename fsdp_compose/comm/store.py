@@ -13,8 +13,7 @@ differs from the first rank's, the first rank asks that one rank for its text. T
 
 Cost: three operations on each rank but the first, less than 300 bytes of keys and values, and looks for two keys, at
 most four a second (of more than 2,048 ranks, 8,192 of all together). The first rank waits for, reads and judges one
-small value per rank. It deletes the other keys in a later round: once all ranks have arrived at that one, they have
-read those of the rounds before.
+small value per rank, and deletes the other keys in a later round.
 """
 
 from __future__ import annotations
@@ -169,10 +168,9 @@ def wait_for(
     num_ranks: int = 1,
 ) -> bool:
     """Wait for ``keys``, and return whether all of them appeared in time. ``alarm``: returns whether to stop waiting.
-    ``num_ranks``: how many ranks may wait at the same time.
-
-    It looks again and again, more and more rarely: torch prints two warnings whenever a wait of its own ends without
-    the keys (2.13), and nothing can end such a wait early."""
+    ``num_ranks``: how many ranks may wait at the same time."""
+    # Not by a wait of the store's own: nothing can end that early, and torch (2.13) prints two warnings when it ends
+    # without the keys. So look again and again, more and more rarely.
     deadline, pause, keys = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE, [*keys]
     longest_pause = max(_LONGEST_PAUSE, num_ranks / _MOST_LOOKS)
     while not store.check(keys):
@@ -389,7 +387,8 @@ def _meet(
         kind, text = _preside(waits, this, payload, judge, details, explain)
     else:
         kind = "absent"
-        while kind == "absent":  # from a round that was over before this rank came
+        # A round that was over before this rank came counts it as absent: it goes on to the next.
+        while kind == "absent":
             this = _Round(store, rounds[waits.purpose])
             waits.wait(this, [this.opened], lambda: [0])
             rounds[waits.purpose] += 1
@@ -493,9 +492,10 @@ def _kind_of(error: RuntimeError) -> str:
 
 
 def _tidy(group: dist.ProcessGroup, purpose: str) -> None:
-    """Delete the keys of rounds that no rank can ask for any more, now that all ranks have arrived at one. The keys of
-    a round that some ranks missed stay until all meet for the same purpose: those ranks count on from there."""
+    """Delete the keys of rounds that no rank can ask for any more, now that all ranks have arrived at a later one."""
     known = kept_for(group, _Rendezvous).leftovers
+    # Ranks that are here have read the rounds before. A round that some ranks missed stays until all meet for the same
+    # purpose: those ranks count on from there.
     for this in (*known.pop("", []), *known.pop(purpose, [])):
         this.delete()
 
