@@ -199,6 +199,8 @@ def summon_full_params(
         is_shown = True
         yield
     finally:
+        # Also after an exception: edits are kept. If a new value does not fit, modules get their sharded parameters
+        # back before that raises.
         try:
             present = []
             if writeback and is_shown:
