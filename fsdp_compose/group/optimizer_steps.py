@@ -1,11 +1,7 @@
 """Hooks around the steps of every optimizer in the process, and the count of steps, which all ranks must make together.
 
 The hooks are torch's global ones, so they also run for optimizers that have nothing to do with this package. The
-control exchange compares the count.
-
-Note [Compiled steps]. Under ``torch.compile(optimizer.step)`` Dynamo traces the hooks. For an optimizer that has none
-of our parameters they must leave nothing in the graph. For other optimizers they must run in Python at every step: the
-graph breaks before them, and the arithmetic of the step is compiled by itself."""
+control exchange compares the count."""
 
 from __future__ import annotations
 
@@ -46,8 +42,11 @@ def after_every_step(hook: Callable[[Optimizer], None]) -> None:
 def _for_ours(hook: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, Any], None]:
     hook = never_traced(hook)
 
+    # Under torch.compile(optimizer.step) Dynamo traces this. For an optimizer that has none of our parameters it must
+    # leave nothing in the graph. For others the hook must run in Python at every step: the graph breaks before it, and
+    # the arithmetic of the step is compiled by itself.
     def call(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not _is_compiling() or _has_ours(optimizer):  # see Note [Compiled steps]
+        if not _is_compiling() or _has_ours(optimizer):
             hook(optimizer)
 
     return call

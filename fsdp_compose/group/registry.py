@@ -94,10 +94,10 @@ def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
-    """Every state under ``module`` that the runtime drives, with the name of its module. Unlike ``_get_fsdp_states`` it
-    skips nothing: a sharded child of a replicated parent must run."""
+    """Every state under ``module`` that the runtime drives, with the name of its module."""
     names = {submodule: name for name, submodule in module.named_modules()}
     found: dict[_FSDPState, str] = {}
+    # Skips nothing, unlike _get_fsdp_states(): a sharded child of a parent that torch's replicate() manages must run.
     for submodule in _walk(module, stop_at_incompatible=False):
         state = get_state(submodule)
         if state is not None and state not in found:
@@ -107,8 +107,9 @@ def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
 
 def modules_to_run(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module under ``module`` with its name, except modules that an incompatible API (torch's ``replicate``)
-    manages, because that API is responsible for their parameters."""
+    manages."""
     names = {submodule: name for name, submodule in module.named_modules()}
+    # That API is responsible for the parameters of its modules.
     return [(names[submodule], submodule) for submodule in _walk(module, stop_at_incompatible=True)]
 
 

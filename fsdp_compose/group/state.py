@@ -202,13 +202,12 @@ class _FSDPState(ComposableState):
             )
 
     def refuse_unseen_backward(self) -> None:
-        """Raise if backward has entered the group before any of the group's hooks ran.
-
-        It may have computed with memory that was freed, or that an all-gather was still filling. If such memory refuses
-        access (``is_guarded``), this cannot happen: gradients that need no parameters (that of a bias) are correct."""
+        """Raise if backward has entered the group before any of the group's hooks ran, and may have computed with
+        memory that was freed, or that an all-gather was still filling."""
         if self.persistent.is_unhooked or not self.place.reshards_after_forward:
             return
         for handle in self._handles:
+            # Guarded memory refuses such access, so the gradients that are there needed no parameters (that of a bias).
             if not (handle.unsharded.memory.is_guarded or handle.unsharded.never_freed) and handle.unsharded.has_grad():
                 raise MisuseRuntimeError(
                     f"a backward entered the fully_shard group {self.name} without passing its module's outputs, while "
@@ -230,8 +229,7 @@ class _FSDPState(ComposableState):
         return any([handle.unsharded.was_written() for handle in self._handles])
 
     def check_after_forward(self) -> None:
-        """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one. Such a change
-        would be lost when the group is resharded."""
+        """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one."""
         self.swap.check_unsharded_slots()
         for handle in self._handles:
             if handle.unsharded.was_written():
@@ -264,8 +262,8 @@ class _FSDPState(ComposableState):
         self.apply_options()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
-        """The state for a copy of the group's modules, which are being copied: a group of its own that has not run yet.
-        Its ``swap`` is prepared when the copies are complete, at their first forward."""
+        """The state for a copy of the group's modules, which are being copied: a group of its own that has not run
+        yet."""
         root = self.root
         is_in_backward = root is not None and (root.backward is not None or root.failed_backward is not None)
         if self.progress.running_forwards or self.backward.active_uses or is_in_backward:
@@ -273,6 +271,7 @@ class _FSDPState(ComposableState):
                 f"copy.deepcopy(): a forward or backward of the fully_shard group {self.name} is running (or was "
                 "interrupted): copy the model between iterations"
             )
+        # Without a ``swap``, which is prepared at the first forward: the copies of the modules are not complete yet.
         twin = _FSDPState()
         memo[id(self)] = twin
         twin.fqn, twin.mesh, twin.serial = self.fqn, self.mesh, self.serial
@@ -542,10 +541,9 @@ class Root:
 
     @property
     def detector(self) -> ParameterDetector | None:
-        """The ``ChangeDetector`` of all groups; ``None`` if the root module no longer exists.
-
-        It is kept on the root's own state, not here: it refers to modules, which refer to their states, which refer to
-        this root, and the cycle would keep the model alive."""
+        """The ``ChangeDetector`` of all groups; ``None`` if the root module no longer exists."""
+        # It is kept on the root's own state, not here: it refers to modules, which refer to their states, which refer
+        # to this root, and the cycle would keep the model alive.
         if len(self.parts) == 1:
             owner = self.states[0]()
             return None if owner is None else owner.detector

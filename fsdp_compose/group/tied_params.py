@@ -136,12 +136,12 @@ def _names_of_ties(
 
 
 def _innermost_around(modules: set[nn.Module], states: Sequence[_FSDPState], root: nn.Module) -> _FSDPState | None:
-    """The innermost group that lies on every path from the root to ``modules``. All paths count, because a module that
-    is in several places may be called in each of them."""
+    """The innermost group that lies on every path from the root to ``modules``."""
     around = None
     for state in states:
         tops = state.live_modules()
         inside = {item for top in tops for item in top.modules()}
+        # On every path: a module that is in several places may be called in each of them.
         if modules <= inside and modules.isdisjoint(_reachable(root, without=set(tops))):
             around = state
     return around
