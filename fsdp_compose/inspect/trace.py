@@ -40,8 +40,7 @@ class Clock:
         return time.perf_counter_ns()
 
     def mark_end(self, work: Work) -> Any:
-        """Mark the completion of a collective issued on the current stream; ``None`` if only waiting for it can
-        tell."""
+        """Mark the completion of a collective on the current stream; ``None`` if only waiting for it can tell."""
 
     def stop(self) -> None:
         """End marking; ``seconds()`` may be called from here on."""
