@@ -1,7 +1,6 @@
 """Pipeline schedules that split a stage's backward into one for its inputs and one for its weights (zero bubble).
 
-torch splits it by searching the graph for the stage's parameters. A sharded module's graph contains unsharded
-parameters instead, so here the inputs' backward computes both, and nothing is left for the weights.
+For sharded stages the inputs' backward computes both, and nothing is left for the weights.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ def stage_backward_input(
 ) -> Any:
     """torch's function of this name, for sharded stages too."""
     weights = list(weights)
+    # torch splits a backward by searching the graph for the stage's parameters, but the graph of a sharded module
+    # contains unsharded parameters instead.
     run: Callable[..., Any] = whole_backward if _are_sharded(weights) else of_inputs
     return run(stage_outputs_or_loss, output_grads, input_values, iter(weights))
 
