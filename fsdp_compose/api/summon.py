@@ -297,8 +297,7 @@ def _summon(
 
 
 def _is_first(handle: FlatParamHandle) -> bool:
-    """Whether this rank gets full parameters under ``rank0_only``: one rank of those with the first shard of the first
-    replica."""
+    """Whether this rank gets full parameters under ``rank0_only``: one that has the first replica's first shard."""
     mesh, own = handle.mesh, handle.tensor_parallel
     if own is not None:
         return own.is_on_first_rank

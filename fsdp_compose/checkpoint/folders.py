@@ -484,8 +484,7 @@ _OTHER_LOADERS = (
 
 
 def read_lists(folder: Path) -> Lists:
-    """Read the files that list the contents of the checkpoint in ``folder``. Raises RuntimeError if they are missing or
-    damaged."""
+    """Read the files that list the checkpoint in ``folder``. Raises RuntimeError if they are missing or damaged."""
     if folder.is_file():
         raise MisuseRuntimeError(f"{folder} is a file, but a checkpoint of save() is a folder. {_OTHER_LOADERS}")
     if not folder.is_dir():

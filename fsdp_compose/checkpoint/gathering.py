@@ -261,8 +261,7 @@ def says_what_it_holds(tensor: torch.Tensor) -> bool:
 
 
 def digests_of(value: Any, path: Path = ()) -> dict[str, str]:
-    """Describe the numbers in a value, and its plain tensors by dtype, shape and checksum, under their keys in a
-    checkpoint."""
+    """Describe the numbers and plain tensors (dtype, shape, checksum) in a value, by their keys in a checkpoint."""
     found = {}
     for at, leaf in leaves_of(value, path):
         if type(leaf) in (bool, int, float, complex):
@@ -277,8 +276,7 @@ def digests_of(value: Any, path: Path = ()) -> dict[str, str]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a plain tensor, or those that it wraps (quantized state); nothing of a tensor that says which part of a
-    larger one it is."""
+    """Yield a plain tensor, or those that it wraps (quantized state); nothing of a part of a larger tensor."""
     if hasattr(tensor, "__create_write_items__") or says_what_it_holds(tensor):
         return
     if is_wrapper(tensor):

@@ -285,8 +285,7 @@ class Carrier:
         return self._head
 
     def abandon(self) -> bool:
-        """Wait for an exchange that an exception has left in flight, if there is one; return whether it exchanged all
-        bytes."""
+        """Wait for an exchange that an exception has left in flight, if any; return whether it exchanged all bytes."""
         work, self._work = self._work, None
         if work is None:
             return False

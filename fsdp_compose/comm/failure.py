@@ -1,8 +1,7 @@
 """Failed collectives: broken process groups, how long ranks wait, and the thread that watches over waits.
 
-After a collective has failed (a rank died, or did not arrive in time), its process group is unusable, and the ranks of
-it give up one after the other. A rendezvous on a broken process group goes through the store and waits only a few
-seconds.
+After a collective has failed (a rank died, or did not arrive in time), its process group is unusable, and its ranks
+give up one after the other. A rendezvous on a broken process group goes through the store, and waits a few seconds.
 """
 
 from __future__ import annotations

@@ -146,8 +146,7 @@ class Messages(Transport):
         self._journal.enter(MESSAGES, label, nbytes)
 
     def _shared_for(self, nbytes: int, label: Label) -> SharedMemory | None:
-        """The shared memory for a sum of ``nbytes``; ``None`` if the sum is short or the ranks are on several
-        machines."""
+        """The shared memory for a sum of ``nbytes``; ``None`` for a short sum, or on several machines."""
         if nbytes < _LONG_BYTES:
             return None
         if not self._has_met:

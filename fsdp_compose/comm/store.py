@@ -85,8 +85,7 @@ class _Rendezvous:
 
 
 def known_namespace(group: dist.ProcessGroup) -> dist.Store | None:
-    """Return the store that only this initialization of ``group`` writes to; ``None`` before the ranks have agreed on
-    it."""
+    """Return the store that only this initialization of ``group`` writes to; ``None`` before ranks agree on it."""
     known = known_for(group, _Rendezvous)
     return None if known is None else known.namespace
 
@@ -256,8 +255,7 @@ def meet(
     timeout: timedelta | None = None,
     aside: str = "",
 ) -> str:
-    """Send ``payload`` to a rendezvous of all ranks of ``group`` and return the verdict, which is the same on every
-    rank.
+    """Send ``payload`` to a rendezvous of all ranks of ``group``. Return the verdict, the same on every rank.
 
     Every rank of ``group`` must call it, for the same ``purpose``. The first rank opens a round, waits for the others
     and judges it. A failed round stays closed: ranks that try again, and late ranks, meet in the next one.

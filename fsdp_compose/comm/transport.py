@@ -126,10 +126,10 @@ def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """The device where a tensor on ``device`` must be for collectives of ``group``, which may have no backend for host
-    memory (NCCL alone)."""
+    """The device where a tensor on ``device`` must be for collectives of ``group``."""
     if device.type != "cpu":
         return device
+    # NCCL alone has no backend for host memory.
     types = group_device_types(group)
     if not types or "cpu" in types:
         return device
@@ -172,8 +172,7 @@ class Transport:
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        """Fill ``whole`` with the equal shards of all ranks, in their order; ``shard`` may be this rank's part of
-        it."""
+        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's part of it."""
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
         return self.group._allgather_base(whole, shard, _ALL_GATHER)

@@ -239,8 +239,7 @@ class CollectiveLog:
         return self.num_roots
 
     def entries_as_text(self, root: OrderedRoot, place: Entry) -> list[str]:
-        """The entries since the last exchange and the ``place`` that ``root`` is at, a line each: entry, meaning,
-        model."""
+        """The entries since the last exchange and the ``place`` of ``root``, a line each: entry, meaning, model."""
         # Only the entries tell ranks apart: a model may be gone, and have no name, on some ranks only.
         now = f"{PLACES[place]}\t{root.label}" if place in PLACES else self._as_text(place)
         return [*(f"{item}\t{self._as_text(item)}" for item in self.entries), f"{place} {root.number}\t{now}"]

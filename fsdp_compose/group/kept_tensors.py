@@ -242,8 +242,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value`` that are part of a graph. ``value`` is a tensor, a collection, or an object with
-    attributes."""
+    """The tensors of a graph in ``value``, which is a tensor, a collection, or an object with attributes."""
     if isinstance(value, torch.Tensor):
         return [value] if value.grad_fn is not None else []
     if isinstance(value, (list, tuple)):

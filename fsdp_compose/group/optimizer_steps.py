@@ -156,8 +156,7 @@ def restart_counts(root: Root) -> None:
 
 
 def steps_to_compare(root: Root) -> int | None:
-    """The largest number of steps of one optimizer since the last exchange, at most 255; ``None`` as in
-    ``num_steps``."""
+    """The most steps of one optimizer since the last exchange, up to 255; ``None`` as in ``num_steps``."""
     steps = root.steps
     if steps is None or not holds_elements(root):
         return None

@@ -357,8 +357,7 @@ def guard_state_dict(module: nn.Module, fqn: str) -> None:
 
 
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """With ``assign=True``, let the sharded parameters take over the values that would replace them, and keep their
-    slots."""
+    """With ``assign=True``, let sharded parameters take over the values that would replace them, in their slots."""
     fqn, sharded_params = module.__dict__[_OWN]
     given = {name: state_dict[prefix + name] for name in sharded_params if prefix + name in state_dict}
     is_assigned = bool(metadata.get("assign_to_params_buffers"))

@@ -106,8 +106,7 @@ def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
 
 
 def modules_to_run(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module under ``module`` with its name, except modules that an incompatible API (torch's ``replicate``)
-    manages."""
+    """Every module under ``module`` with its name, except those of an incompatible API (torch's ``replicate``)."""
     names = {submodule: name for name, submodule in module.named_modules()}
     # That API is responsible for the parameters of its modules.
     return [(names[submodule], submodule) for submodule in _walk(module, stop_at_incompatible=True)]
@@ -315,8 +314,7 @@ def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]
 
 
 def _buckets(kind: Sequence[ManagedParameter], bucket_bytes: int) -> list[list[ManagedParameter]]:
-    """Buckets of adjacent parameters, about ``bucket_bytes`` each, from the last parameters to the first. The first
-    bucket is small."""
+    """Buckets of adjacent parameters, from the last to the first, of about ``bucket_bytes``; the first one is small."""
     buckets: list[list[ManagedParameter]] = []
     room = 0
     for item in reversed(kind):

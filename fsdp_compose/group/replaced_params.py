@@ -71,8 +71,7 @@ def _before_step(optimizer: Optimizer) -> None:
 
 
 def _shard_plain_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Shard plain gradients that the user has assigned to sharded parameters, assuming that they are equal on all
-    ranks."""
+    """Shard plain gradients that the user assigned to sharded parameters; they are assumed equal on all ranks."""
     for param in params:
         grad = param.grad
         if isinstance(param, RaggedDTensor) and type(grad) is torch.Tensor:

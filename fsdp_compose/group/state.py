@@ -262,8 +262,7 @@ class _FSDPState(ComposableState):
         self.apply_options()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
-        """The state for a copy of the group's modules, which are being copied: a group of its own that has not run
-        yet."""
+        """The state for the copies of the group's modules: a group of its own that has not run yet."""
         root = self.root
         is_in_backward = root is not None and (root.backward is not None or root.failed_backward is not None)
         if self.progress.running_forwards or self.backward.active_uses or is_in_backward:
@@ -369,8 +368,7 @@ class Scheduler(Protocol):
         """An outermost forward begins."""
 
     def refresh_kept(self, root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
-        """An outermost forward begins, and a flat parameter is still gathered: gather it again if it may be out of
-        date."""
+        """An outermost forward begins, with a flat parameter still gathered: gather again if it may be out of date."""
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         """A forward of a group begins: count it (``Forward.enter``), gather the group, and prefetch the next one."""

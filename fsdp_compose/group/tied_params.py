@@ -185,8 +185,8 @@ def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> Non
 
 
 def _add(state: _FSDPState, kinds: dict[nn.Parameter, ParameterKind]) -> None:
-    """Add parameters to a group, in flat parameters of their own: the others, and the optimizer state for them, stay as
-    they are."""
+    """Add parameters to a group, in flat parameters of their own."""
+    # So the others, and the optimizer state for them, stay as they are.
     _set_handles(state, state._handles, kinds)
 
 

@@ -43,8 +43,7 @@ LOAD_REMEDY = (
 
 
 def raise_different_order(root: Root, place: Entry) -> None:
-    """Raise, on every rank, an error that names the first collective that differs. Ranks: all know of the difference
-    and call this.
+    """Raise, on every rank, an error that names the first difference. Ranks: all, which know that they differ.
 
     Args:
         place: where this rank is.

@@ -1,7 +1,6 @@
 """A backward of a root, from its first hook to its end, where ranks exchange what they did and publish gradients.
 
-Autograd calls this through the hooks of a use. The buckets of a replicated group, which are averaged during backward,
-are here too."""
+Autograd calls this through the hooks of a use. A replicated group's buckets, averaged in backward, are here too."""
 
 from __future__ import annotations
 

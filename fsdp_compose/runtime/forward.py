@@ -149,6 +149,8 @@ def end_forward(root: Root, is_hooked: bool) -> None:
             unsharded = handle.unsharded
             if not unsharded.is_allocated:
                 continue
+            # If no backward follows, nothing stays, even with reshard_after_forward=False: an edit before the next
+            # forward may leave no trace.
             is_needed = is_hooked and not (pending_modules and state.place.reshards_after_forward)
             stays = is_needed or state.options.keeps_unsharded or state.options.is_held
             if not (unsharded.left_by_forward and stays):

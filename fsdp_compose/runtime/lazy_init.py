@@ -219,8 +219,7 @@ def _digest(numbers: object) -> str:
 
 
 def _parts_with_replicas(states: Sequence[_FSDPState]) -> Iterator[_Part]:
-    """The parts of all groups (the same groups on all ranks) that have replicas. The names of parts start with a number
-    for their mesh."""
+    """The parts of all groups (the same on all ranks) that have replicas; names start with a number for their mesh."""
     numbers: dict[DeviceMesh, int] = {}
     for state in states:
         for handle in state._handles:

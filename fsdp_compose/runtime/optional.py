@@ -1,5 +1,4 @@
-"""Optional groups (``fully_shard(optional=True)``), which each rank may run or skip: how all ranks gather and reduce
-them.
+"""Optional groups (``fully_shard(optional=True)``), which each rank may run or skip: how ranks gather and reduce them.
 
 Hooks and modes call ``SkippingOrder``, the scheduler of a root with optional groups, instead of ``FixedOrder``. The
 last section finds out, at a root's first forward, which groups ranks may skip and which groups enclose them.

@@ -112,8 +112,8 @@ class SkipProtocol:
             self._make_round(root, None, wanted=wanted)
 
     def announce_failure(self, root: Root) -> None:
-        """Tell the other ranks, once, that this rank has failed: it would no longer come to rounds in which they
-        wait."""
+        """Tell the other ranks, once, that this rank has failed."""
+        # It would no longer come to rounds in which they wait.
         if self.has_failed or not self.is_on or self.is_over:
             return
         self.has_failed = True
@@ -277,7 +277,6 @@ class SkipProtocol:
         )
 
     def _may_request(self, state: _FSDPState) -> bool:
-        """Whether, on this rank, the running backward may still gather a group: for a forward that it has not
-        reached."""
+        """Whether the running backward may still gather a group on this rank, for a forward that it has not reached."""
         numbers = [number for number in state.progress.awaiting_backward if number <= self.last_number]
         return len(numbers) > state.backward.active_uses

@@ -50,8 +50,7 @@ class _Load:
 
 
 def sample_start(managed: Sequence[ManagedParameter], handle: FlatParamHandle) -> None:
-    """Keep a sample of the parameters that ``handle`` has just been made from. Local, and without waiting for a
-    device."""
+    """Keep a sample of the parameters that ``handle`` was just made from. Local, without waiting for a device."""
     mesh, shard = handle.mesh, handle.shard
     if mesh.shard_world_size == 1 or mesh.is_simulated or shard.is_meta or os.environ.get(CHECK_ENV) == "0":
         return
@@ -79,8 +78,7 @@ def _some(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def digest_of(whole: torch.Tensor, dtype: torch.dtype | None = None) -> str:
-    """A digest of some elements of a whole parameter, in ``dtype`` if it is given; empty if ranks may start from
-    different values."""
+    """A digest of some elements of a whole parameter, in ``dtype`` if given; empty if ranks may start differently."""
     if os.environ.get(CHECK_ENV) == "0":
         return ""
     elements = torch.cat(_some(whole.reshape(-1))).to(dtype or whole.dtype).cpu()

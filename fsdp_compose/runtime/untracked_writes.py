@@ -6,9 +6,8 @@ batch, weight clipping of a critic, codebooks from moving averages) changes only
 silently gives the parameter other memory. Both are found by checking where the parameters are, and whether this rank's
 slice of the gathered memory still equals its shard bit for bit. Together, the slices of all ranks cover all elements.
 
-The check runs at the 1st, 2nd, 4th, 8th, ... use of a group and later at every ``_MAX_GAP``-th, counted separately with
-and without grad mode, and at all uses if ``FSDP_COMPOSE_DEBUG=1``. A forward that has checked some group ends with an
-exchange.
+The check runs at the 1st, 2nd, 4th, 8th, ... use of a group and later at every ``_MAX_GAP``-th, with and without grad
+mode apart, and at all uses if ``FSDP_COMPOSE_DEBUG=1``. A forward that has checked a group ends with an exchange.
 """
 
 from __future__ import annotations
