@@ -83,6 +83,7 @@ def gather_values(
             continue
         whole = full_tensor(leaf) if isinstance(leaf, DTensor) else leaf
         if is_wanted:
+            # If this rank holds everything, full_tensor() returns the live memory.
             is_fresh = isinstance(leaf, DTensor) and not storage_of(whole) == storage_of(leaf) != 0
             wholes[key] = copies.of(whole) if not is_fresh else whole.cpu() if to_cpu else whole
     if not is_wanted:
@@ -96,8 +97,7 @@ def _leaves(values: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 class Copies:
-    """Makes copies that share no memory with their originals. A tensor that is given twice is copied once, so all its
-    names keep sharing one tensor."""
+    """Makes copies that share no memory with their originals. What is given twice is copied once, so ties stay ties."""
 
     def __init__(self, to_cpu: bool) -> None:
         self._to_cpu = to_cpu
@@ -141,8 +141,7 @@ def _bundles(names: ModelNames, values: Mapping[Key, Any]) -> list[_Bundle]:
 
 
 def is_sharded_like(value: Any, place: Place) -> bool:
-    """Whether ``value`` is sharded like the parameter at ``place``, and the flat parameter holds all of it (it is not
-    split by tensor parallelism)."""
+    """Whether ``value`` is sharded like the parameter at ``place``, which tensor parallelism has not split."""
     sharded = place[0].sharded_params[place[1]]
     return (
         isinstance(value, RaggedDTensor)
@@ -216,8 +215,7 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the storage address of this rank's part of a tensor; 0 if it has none, as for tensor subclasses that wrap
-    other tensors."""
+    """Return the storage address of this rank's part of a tensor; 0 if it has none (a subclass that wraps others)."""
     local = local_of(tensor)
     if local.layout != torch.strided:
         return 0
@@ -252,8 +250,7 @@ _PART_FIELDS = [*getattr(getattr(dcp, "CheckpointableTensor", None), "__annotati
 
 
 def says_what_it_holds(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has the attributes by which ``torch.distributed.checkpoint`` treats it as part of a larger
-    one."""
+    """Whether a plain tensor says which part of a larger one it is, as ``torch.distributed.checkpoint`` reads it."""
     return bool(_PART_FIELDS) and all(hasattr(tensor, name) for name in _PART_FIELDS)
 
 

@@ -284,6 +284,7 @@ def fetch_model(plan: ModelPlan, sender: Sender | None) -> dict[str, Any]:
     moved = fetch({(fqn, ""): value for fqn, value in plan.given.items()}, targets, sender)
     live = {storage_of(target.like) for target in plan.targets.values() if not target.like.is_meta} - {0}
     for (fqn, _), tensor in moved.items():
+        # Live tensors may be given under exchanged names. The first one that is loaded would overwrite the second.
         is_elsewhere = storage_of(tensor) in live and not _is_there(tensor, plan.targets[fqn])
         values[fqn] = tensor.detach().clone() if is_elsewhere else tensor
     return values
@@ -299,6 +300,7 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
     load(with_versions(there, plan.versions), strict=False)
     if assigned:
         fresh = {fqn: value for fqn, value in values.items() if fqn in assigned}
+        # assign=True makes parameters of the very tensors that it gets, and the given dict must not train along.
         for fqn in fresh.keys() & plan.targets.keys():
             fresh[fqn] = fresh[fqn].detach().to(plan.targets[fqn].like.dtype, copy=True)
         held = _held(names, fresh)

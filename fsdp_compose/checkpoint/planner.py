@@ -244,8 +244,7 @@ class _Saved:
         return self.place(key)
 
     def wanted(self, trained: Sequence[str], saved: Iterable[str]) -> list[str]:
-        """Return the saved names to load: trained parameters, also if a tied one was saved under another name, and the
-        shared state of optimizers."""
+        """Return the saved names to load: trained parameters, tied ones by any name, and optimizers' shared state."""
         saved = list(saved)
         lacking = {self.tensors[fqn].shape for fqn in trained if fqn not in saved and fqn in self.tensors}
         known = set(trained)

@@ -61,6 +61,7 @@ def _extend(loader: Any) -> None:
         start, stop = placement.unit_range(self.device_mesh.get_local_rank(found[0]))
         num_dims = len(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         is_one_of_stack = num_dims == self.param_ndim - 1
+        # transformers reads the experts of a stacked parameter one by one.
         if tensor_idx is not None and is_one_of_stack:
             if placement.flat:
                 raise NotImplementedError(
@@ -71,6 +72,7 @@ def _extend(loader: Any) -> None:
                 return None
         elif num_dims and not placement.flat and all(isinstance(item, (RaggedShard, Replicate)) for item in before):
             return source[start:stop].to(device=device, dtype=dtype)
+        # The stock code cuts what other placements cut; our part of that is cut below.
         self.placements = tuple(Replicate() if isinstance(item, RaggedShard) else item for item in before)
         try:
             part = stock()

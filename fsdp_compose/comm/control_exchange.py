@@ -255,6 +255,7 @@ class Carrier:
         self.abandon()
         marks[:] = self._head[_HEAD.size : _HEAD.size + len(marks)]
         order, complement, used, *_ = _HEAD.unpack_from(self._head)
+        # A round sends no hash in ``used``. If there is one, a rank is at the end of a backward or forward instead.
         return used == 0 and order + complement in (0, _ALL_ONES)
 
     def send(self, head: bytes, whole: bytes | bytearray, end_of: str) -> None:

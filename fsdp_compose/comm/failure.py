@@ -203,8 +203,7 @@ _watchdog: _Watchdog | None = None
 
 
 def look_regularly(look: Look) -> None:
-    """Have a thread call ``look``, which must not raise, every ``PERIOD`` seconds from now on. Repeated calls register
-    it once."""
+    """Have a thread call ``look``, which must not raise, every ``PERIOD`` seconds from now on. Registers it once."""
     global _watchdog
     if look not in _looks:
         _looks.append(look)

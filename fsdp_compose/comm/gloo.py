@@ -143,6 +143,7 @@ class Messages(Transport):
         self.exchange([(rank, part) for rank in receivers], received, nbytes, label)
 
     def skip(self, nbytes: int, label: Label) -> None:
+        # Other ranks of the mesh enter a gather, and all share one journal, whose numbers must stay equal.
         self._journal.enter(MESSAGES, label, nbytes)
 
     def _shared_for(self, nbytes: int, label: Label) -> SharedMemory | None:
@@ -162,6 +163,7 @@ class Messages(Transport):
         shared = None if is_off else SharedMemory.of_this_rank(self._rank, self.group.size())
         numbers = self._tell_all(-1 if shared is None else shared.introduction, label)
         can_share = shared is not None and all(number >= 0 for _, number in numbers) and shared.connect_to(numbers)
+        # All or none: any rank may have it turned off, or not find another one.
         answers = self._tell_all(int(can_share), label)
         if shared is not None and can_share and all(answer for _, answer in answers):
             limit = limit_of(self.group)

@@ -335,6 +335,7 @@ class _Waits:
                 if alarm():  # as if it had failed before: see ``_timeout``
                     had_failed, deadline = True, min(deadline, time.monotonic() + _BROKEN_TIMEOUT.total_seconds())
                 error = _is_gone(self.group, self.text, awaited)
+                # A rank may have died after it came.
                 if error and not this.store.check([*keys]):
                     raise _RankGone(error)
 

@@ -116,8 +116,7 @@ PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, 
 
 
 def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same memory, in a dtype that every backend can gather, and can reduce unless it holds integers
-    (complex numbers travel as pairs)."""
+    """A view of the same memory, in a dtype that every backend can gather, and can reduce unless it holds integers."""
     if tensor.dtype.is_complex:
         return torch.view_as_real(tensor).view(-1)
     if tensor.dtype.itemsize == 1 or tensor.dtype in _AS_BYTES:
@@ -210,6 +209,7 @@ class Transport:
         lengths = {stop - start for start, stop in ranges}
         if lengths == {0}:
             return
+        # Below, memory is sent as it is: a conjugate that torch has only marked as one must be computed first.
         is_even = len(lengths) == 1 and [*ranges] == sorted(ranges)
         if is_everywhere and is_even:
             assert whole is not None

@@ -123,6 +123,7 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
     for module in [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]:
         own = {id(param): name for name, param in module.named_parameters() if id(param) in names}
         state = get_state(module)
+        # What torch's own data parallelism reduces, or the user does (ignored_params), does not drift apart.
         if data_parallelism_of_torch(module):
             names = {key: names[key] for key in names.keys() - own.keys()}
         elif state is not None:
@@ -181,8 +182,7 @@ def holds_elements(root: Root) -> bool:
 
 
 def raise_different_steps(root: Root) -> None:
-    """Raise, on every rank, an error that says how many steps each rank has made. Ranks: all know of the difference
-    and call this."""
+    """Raise, on every rank, an error with the number of steps of each. Ranks: all, which know that they differ."""
     steps = steps_to_compare(root)
     group = root.mesh.peers
     root.order.close()

@@ -249,8 +249,7 @@ def unsharded_tensors(
 def ties_with_other_groups(
     fqns: dict[nn.Module, str], ignored: set[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Slots that hold a parameter which an earlier call has sharded elsewhere (tied weights), with the sharded
-    parameter that belongs there."""
+    """Slots of parameters that an earlier call has sharded elsewhere (tied weights), with the sharded one for each."""
     return [
         (module, name, param.__dict__[SHARDED_PARAM_ATTRIBUTE])
         for module in fqns

@@ -29,8 +29,7 @@ from .trace_formats import ALL_GATHERS, COMPUTE, REDUCTIONS, WAIT, TraceEvent, a
 
 
 class Clock:
-    """Makes marks. This one's are times of the host, and a collective counts as complete when the wait for it
-    returns."""
+    """Makes marks. This one's are host times, and a collective counts as complete when the wait for it returns."""
 
     def __init__(self) -> None:
         self._began = self.mark()

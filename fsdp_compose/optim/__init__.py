@@ -5,8 +5,7 @@ torch knows about DTensors (norms, ``GradScaler``) is right on every rank. A sel
 ``RaggedDTensor`` for each row of neighbours; so is every flat view of a model with tensor parallelism.
 
 Global hooks surround the steps of every optimizer. The hook before refuses optimizers that are not known to be
-element-wise, and steps of parameters that ``module.to()`` has moved since the last forward, which would be lost. The
-hook after raises the shard's version.
+element-wise; the hook after raises the shard's version.
 
 ``clip_grad_norm_`` uses the whole flat gradient if it got every sharded parameter of it and every ``.grad`` is our
 view. Otherwise it goes tensor by tensor, with one collective too. Padding is zero, so norms do not see it.

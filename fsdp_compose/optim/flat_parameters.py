@@ -286,6 +286,7 @@ def _before_step(optimizer: Optimizer) -> None:
     if not handles:
         return
     refuse_unless_elementwise(optimizer)
+    # A step of parameters that module.to() has moved since the last forward would be lost.
     for handle in handles:
         check_segments(handle)
     if not are_untouched([handle.gradient for handle in handles]):

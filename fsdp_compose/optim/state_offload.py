@@ -221,6 +221,7 @@ class StreamedStep:
             sizes = [state.element_size() for state in training.states.values()] or [size] * _UNKNOWN_STATES
             per_element = sum(sizes) + size * (training.is_host + training.has_host_gradient)
             length = max(self._chunk_bytes // per_element // _ALIGNMENT, 1) * _ALIGNMENT
+            # A rank without elements of the parameter steps on an empty chunk: it has a step count like the others.
             for start in range(0, max(numel, 1), length):
                 yield _Chunk(training, start, min(start + length, numel))
 
@@ -362,6 +363,7 @@ class _Lane:
 
 def _own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The ``step`` of the optimizer's class, without torch's hooks around it."""
+    # These run once for the whole step, and not for every chunk.
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 

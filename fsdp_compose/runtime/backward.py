@@ -74,8 +74,7 @@ def refuse_double_backward(root: Root) -> None:
 
 
 def _notice_backwards(state: _FSDPState) -> None:
-    """Hook the unsharded parameters of a group, so that a backward which passes none of the group's outputs is noticed
-    and its end is handled too."""
+    """Hook the unsharded parameters of a group, to notice a backward that passes none of the group's outputs."""
     if state.persistent.has_leaf_hooks:
         return
     state.persistent.has_leaf_hooks = True
@@ -94,8 +93,7 @@ def _notice_backwards(state: _FSDPState) -> None:
 
 
 def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
-    """Keep a group unsharded because backward can enter it unnoticed, and hook its parameters to make sure that the end
-    of backward is handled."""
+    """Keep a group unsharded because backward can enter it unnoticed, and hook its parameters to handle the end."""
     if state.persistent.is_unhooked or not state._handles:
         return
     state.persistent.is_unhooked = True
@@ -237,8 +235,7 @@ def _has_run_in_forward(root: Root, state: _FSDPState) -> bool:
 
 
 def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
-    """Like the method of the state, but allow a backward inside the root's forward to reach parameters of a group whose
-    forward is running."""
+    """Like the state's method, but a backward inside the root's forward may reach groups whose forward is running."""
     if not state.progress.running_forwards and not (
         root.forward.depth and state.place.index in root.forward.record.begun
     ):
@@ -381,6 +378,7 @@ class _Bucket:
             if self._last is None:
                 self._listen(params, (index,))
                 self._last = index
+            # A backward that comes back to a use (a hook that calls autograd.grad()) brings more gradients.
             if not progress.is_iterated:
                 _reduce_complete(state.root, state)
         elif self._last is not None:

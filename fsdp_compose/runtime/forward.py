@@ -124,6 +124,7 @@ def check_after_forward(root: Root) -> None:
             for state in states:
                 state.check_after_forward()
         finally:
+            # After an error too: a later forward must not report the same change again.
             if detector is not None:
                 detect_again(root)
                 detector = root.detector

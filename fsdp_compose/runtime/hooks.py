@@ -7,8 +7,8 @@
     pre-backward    (gradient of an output)  unshard, prefetch the previous group, wait
     post-backward   (gradients of all aliased inputs)  take gradients, reshard, reduce-scatter
 
-A hook finds its state through the module it is called with, never through a closure. The last two are the hooks of a
-use in the default mode (``DefaultUse``), which the autograd graph holds; in functional mode autograd needs none.
+The last two are the hooks of a use in the default mode (``DefaultUse``), which the autograd graph holds; in functional
+mode autograd needs none.
 
 The start of this file recognizes forwards that repeat an earlier one inside a backward (activation checkpointing)."""
 
@@ -110,6 +110,8 @@ _exception_in_hand: Callable[[], BaseException | None] = getattr(sys, "exception
 
 def drive(modules: Sequence[nn.Module]) -> None:
     """Register the hooks that drive the modules of a new group."""
+    # They find their state through the module that they are called with, never through a closure: a deep copy of the
+    # module has the same hooks, and a state of its own.
     for module in modules:
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(post_forward, always_call=True)
@@ -129,6 +131,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     task = current_graph_task_id()
     is_recomputed = task != -1 and is_recomputation(state, task)
     past, options = state.persistent, state.options
+    # A recomputation runs in the mode of the forward that it repeats, whatever the option says now.
     if not is_recomputed and past.was_functional is not options.is_functional:
         past.was_functional = options.is_functional
     mode: Mode = DEFAULT
@@ -171,6 +174,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     if is_recomputed:
         if use is not None:
             root.forward.innermost = use.outer
+        # torch.nn.utils.parametrize, put on in forward, raises version counters without a write.
         if registrations.count != root.forward.num_registrations and state.was_unsharded_written():
             forgive_versions(state)
     else:

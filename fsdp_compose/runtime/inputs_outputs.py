@@ -52,6 +52,7 @@ def prepare_inputs(
         known = prepared.get(id(tensor))
         if known is None:
             result = tensor if dtype is None else cast(tensor, dtype)
+            # Each device has its own queue in autograd, so an alias on another one says nothing about this group.
             if may_alias and use is not None and result.requires_grad and result.device.type == use.device_type:
                 result = use.alias(result)
             known = prepared[id(tensor)] = (tensor, result)  # holds the tensor, so that the id stays its own
@@ -200,6 +201,8 @@ def hook_outputs(state: _FSDPState, use: OutputWatcher, output: Any) -> tuple[bo
             has_gaps = True
     # (Forward itself may have frozen all parameters.)
     may_need = use.has_alias or any(p.requires_grad for handle in state._handles for p in handle.unsharded.params)
+    # A group that keeps nothing is searched only at the end of the outermost forward. But without a hook on an output,
+    # what it has kept may be the only way into it.
     if keeper.is_unchanged and not has_hooks and may_need:
         kept += keeper.new_ones()
     for tensor in kept:

@@ -560,8 +560,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
 
 
 def _make_joinable(context: Root, module: nn.Module) -> None:
-    """Make sure that the groups of a root can move to another root, or to several roots together, which is possible
-    only between iterations."""
+    """Make sure that the groups of a root can move to other roots, which is possible only between iterations."""
     is_in_backward = context.backward is not None and current_graph_task_id() != -1
     if is_in_backward or (context.forward.depth and is_running(context.forward.caller)):
         where = "backward" if is_in_backward else "forward"

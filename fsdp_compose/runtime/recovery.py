@@ -30,6 +30,7 @@ def recover(root: Root) -> None:
             or the ranks were interrupted at different places, so that some collectives have no partner.
     """
     states = root.live_states()
+    # Before ranks meet: users must see sharded parameters even if one does not come.
     for state in states:
         state.swap.restore()
     is_tainted = _agree_to_recover(root, states)

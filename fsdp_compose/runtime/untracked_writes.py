@@ -96,8 +96,7 @@ def _note_memory(handle: FlatParamHandle) -> None:
 
 
 def writes_to_unsharded(state: _FSDPState) -> dict[FlatParamHandle, list[int]]:
-    """The indexes of unsharded parameters that forward has written to. Parameters that it gave other memory are put
-    back into the gathered memory."""
+    """The indexes of unsharded parameters that forward has written to. Those that it gave other memory are put back."""
     unsharded = [(item, item.unsharded) for item in state._handles if item.unsharded.shows_shards]
     present = [handle for handle, item in unsharded if item.is_allocated and item.work is None]
     return {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
