@@ -111,6 +111,7 @@ class Copies:
         local = local_of(value)
         if type(local) is not torch.Tensor or local.layout != torch.strided or local.is_meta or not local.numel():
             return self._copy(value)
+        # By memory: state_dict() makes another object of a tensor for each of its names.
         key = (type(value), local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
         if key not in self._made:
             self._made[key] = (value, self._copy(value))

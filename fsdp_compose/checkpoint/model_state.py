@@ -348,6 +348,7 @@ def _keep_objects(held: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> N
         loaded = slots[name]
         if loaded is None or loaded is before:
             continue
+        # Optimizers hold the object from before, so it gets the content of the loaded one.
         if isinstance(before, nn.Parameter):
             torch.utils.swap_tensors(before, loaded)
         elif loaded.shape == before.shape:

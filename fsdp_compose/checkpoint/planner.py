@@ -246,6 +246,7 @@ class _Saved:
     def wanted(self, trained: Sequence[str], saved: Iterable[str]) -> list[str]:
         """Return the saved names to load: trained parameters, tied ones by any name, and optimizers' shared state."""
         saved = list(saved)
+        # By which of its names a tied parameter was saved is not known here: anything of its shape may be it.
         lacking = {self.tensors[fqn].shape for fqn in trained if fqn not in saved and fqn in self.tensors}
         known = set(trained)
         return [

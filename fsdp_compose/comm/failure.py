@@ -127,7 +127,7 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
         if work is not None:
             work.wait(limit)
     except RuntimeError as error:
-        # gloo raises the same class for every failure. Before the limit it is another one.
+        # gloo raises the same class for every failure: one before the limit is no timeout.
         if time.monotonic() - begin < limit.total_seconds():
             raise
         seconds = limit.total_seconds()

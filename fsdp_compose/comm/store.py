@@ -107,8 +107,7 @@ def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: time
 
 
 def agree_on_name(ranks: Ranks, timeout: timedelta, grace: timedelta, absence: Absence) -> str:
-    """Return a name that ``ranks`` agree on and that no earlier initialization has used; otherwise like
-    ``agree_on_namespace``."""
+    """Return a name that ``ranks`` agree on and no earlier initialization used; else like ``agree_on_namespace``."""
     base = f"fsdp_compose/{ranks.group_name}"
     store = dist.PrefixStore(f"{base}/challenge", default_store())
     token = kept_for(ranks, _Rendezvous).token
@@ -435,8 +434,7 @@ def _preside(
     details: str,
     explain: Callable[[int, str, str], str] | None,
 ) -> tuple[str, str]:
-    """Lead a round as the first rank; return how it ends: ``_OK``, "gone", or the name of an error's class; and a
-    text."""
+    """Lead a round as the first rank. Return how it ends (``_OK``, "gone" or an error's class) and a text."""
     store, group = this.store, waits.group
     keys = [this.payload(rank) for rank in range(1, group.size())]
 

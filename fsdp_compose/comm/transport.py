@@ -209,10 +209,10 @@ class Transport:
         lengths = {stop - start for start, stop in ranges}
         if lengths == {0}:
             return
-        # Below, memory is sent as it is: a conjugate that torch has only marked as one must be computed first.
         is_even = len(lengths) == 1 and [*ranges] == sorted(ranges)
         if is_everywhere and is_even:
             assert whole is not None
+            # Memory is sent as it is: a conjugate that torch has only marked as one must be computed first.
             self.all_gather(whole, part.resolve_conj(), label).wait()
         elif is_everywhere:
             assert whole is not None

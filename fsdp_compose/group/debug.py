@@ -333,7 +333,7 @@ def _others_wait(group: dist.ProcessGroup, count: int) -> bool:
 
 def _say_that_this_rank_waits(group: dist.ProcessGroup, count: int) -> None:
     """Tell the other ranks that this one waits."""
-    # One that is late between iterations then logs where it is at once, not only after ``BETWEEN`` times as long.
+    # One that is late between iterations then logs where it is, without waiting ``BETWEEN`` times as long.
     store = _waiting(group)
     if store is not None:
         store.set(_AFTER, str(count))

@@ -96,8 +96,7 @@ class GroupOptions(OptionsForGood):
         return self.is_held or not self.reshard_after_backward
 
     def follows_writes(self) -> bool:
-        """Whether a group that is already gathered when an iteration begins is gathered again only if the ranks have
-        written to its sharded parameters."""
+        """Whether a group that an iteration finds gathered is gathered again only if ranks have written to it."""
         return self.keeps_unsharded or self.is_held or not self.reshard_after_backward
 
     def facts(self, is_outermost: bool) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class Ledger:
     def _kind_of_new(self) -> str:
         if self._kind != TEMPORARY or current_graph_task_id() == -1 or not torch.is_grad_enabled():
             return self._kind
+        # A backward that makes tensors with grad mode on recomputes a forward.
         self.has_recomputed = True
         return ACTIVATIONS
 

@@ -275,8 +275,7 @@ def reduce_accumulated(root: Root) -> None:
 
 
 def _exchange(root: Root, states: list[_FSDPState]) -> None:
-    """Agree with all ranks on the order of collectives and on which parameters have a gradient. Reduce late gradients
-    again, on all ranks."""
+    """Agree with all ranks on the order of collectives, and on who has a gradient. Reduce late ones on all ranks."""
     exchange, backward, detector = root.exchange, root.backward, root.detector
     accumulates = not any([state.options.requires_gradient_sync for state in states]) and is_whole(root)
     while True:
@@ -287,7 +286,7 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
         if may_be_late:
             for state in states:
                 exchange.late[state.place.index] = _lateness(state)
-        # Nothing was reduced and nothing gathered: ranks may run unequal numbers of such backwards, so none may wait.
+        # Ranks may run unequal numbers of backwards that only accumulate, so none may wait at the end of one.
         if not accumulates:
             begin_exchange(root, exchange, END_OF_BACKWARD)
             root.communicator.finish()
