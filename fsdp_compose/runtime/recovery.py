@@ -15,7 +15,7 @@ from .group_ops import stays_unsharded
 
 
 def is_running(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is on the stack. If not, a forward that was called from it and has not ended was interrupted."""
+    """Whether ``frame`` is on the stack. If not, a forward from there that has not ended was interrupted."""
     current: FrameType | None = sys._getframe() if frame is not None else None
     while current is not None and current is not frame:
         current = current.f_back
