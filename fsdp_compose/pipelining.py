@@ -113,6 +113,8 @@ def stage_backward_input(
 ) -> Any:
     """torch's function of this name, for sharded stages too."""
     weights = list(weights)
+    # torch splits a backward by searching the graph for the stage's parameters, but the graph of a sharded module
+    # contains unsharded parameters instead.
     run: Callable[..., Any] = whole_backward if _are_sharded(weights) else of_inputs
     return run(stage_outputs_or_loss, output_grads, input_values, iter(weights))
 

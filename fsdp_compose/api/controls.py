@@ -551,6 +551,7 @@ def _set_prefetch(call: str, option: str, module: nn.Module, modules: Sequence[n
     state = _own_state(module, call)
     for item in modules or ():
         _own_state(item, call)
+    # Weak: a model is freed with its last reference.
     refs = None if modules is None else tuple([weakref.ref(item) for item in modules])
     state.set_options(**{option: refs})
 
@@ -652,6 +653,7 @@ class _ForwardMethod(BoundToModule):
         try:
             output = self._function(module, *args, **kwargs) if self._is_bound else self._function(*args, **kwargs)
         except BaseException:
+            # It finds the exception by itself, as when torch calls it after a forward.
             post_forward(module, args, None)
             raise
         replaced = post_forward(module, args, output)

@@ -241,6 +241,7 @@ class _Sleeping:
             copied = host_memory(storage.nbytes(), torch.uint8, pins)
             copied.copy_(_bytes_of(storage, device), non_blocking=True)
             self._moved.append((storage, copied))
+        # The copies were issued without waiting: memory may be freed only when all are complete.
         self._synchronize()
         for storage, _ in self._moved:
             _empty(storage, device, self._error)
@@ -248,6 +249,7 @@ class _Sleeping:
 
     def end(self) -> None:
         read = []  # keeps host memory alive until the copies from it are complete
+        # One after the other: if the device has too little memory, a second call continues with the rest.
         while self._moved:
             storage, copied = self._moved[-1]
             fresh = torch.empty(copied.numel(), dtype=torch.uint8, device=self._device)

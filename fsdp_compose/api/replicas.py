@@ -111,8 +111,8 @@ def _meet(peers: dist.ProcessGroup, names: str) -> None:
 
 
 def _broadcast(handle: FlatParamHandle) -> None:
-    """Broadcast the shard, or parameter by parameter if the user gave parameters other memory: the next forward takes
-    that over."""
+    """Broadcast the shard, or parameter by parameter if the user gave parameters other memory."""
+    # The next forward copies that memory into the shard, so it must be equal, and the shard need not be.
     tensors = [*map(local_elements, handle.sharded_params)] if handle.was_moved() else [handle.shard]
     for tensor in tensors:
         if tensor.numel():

@@ -263,6 +263,7 @@ def _put_sharded(managed: Sequence[ManagedParameter], handles: Sequence[FlatPara
         mark_owner(item.parameter, label, item.fqn)  # to recognise a tie that points here from outside the group
         mark_owner(sharded, label, item.fqn)
         for module, name in item.slots:
+            # Some modules cache their weights in lists, as nn.RNN does in _flat_weights.
             for key, value in module.__dict__.items():
                 if isinstance(value, list):
                     module.__dict__[key] = _replaced(value, item.parameter, sharded)
@@ -381,9 +382,9 @@ _DROP_IN = "fsdp_compose.drop_in.fully_shard() has FSDP2's keywords and methods"
 
 
 def _explain_methods(modules: list[nn.Module]) -> None:
-    """Let the methods of FSDP2 that training loops call say what to do instead. Not all methods: programs ask by
-    ``hasattr(module, "reshard")`` whether there are any."""
+    """Let the methods of FSDP2 that training loops call say what to do instead."""
     for module in modules:
+        # Not all methods: programs ask by ``hasattr(module, "reshard")`` whether a module has them.
         for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
             if not hasattr(module, name):
                 module.__dict__[name] = _missing_method(type(module).__name__, name)

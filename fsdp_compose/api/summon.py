@@ -198,6 +198,8 @@ def summon_full_params(
         is_shown = True
         yield
     finally:
+        # Also after an exception: edits are kept. If a new value does not fit, modules get their sharded parameters
+        # back before that raises.
         try:
             present = []
             if writeback and is_shown:
@@ -294,8 +296,7 @@ def _summon(
 
 
 def _is_first(handle: FlatParamHandle) -> bool:
-    """Whether this rank gets full parameters under ``rank0_only``: one rank of those with the first shard of the first
-    replica."""
+    """Whether this rank gets full parameters under ``rank0_only``: one that has the first replica's first shard."""
     mesh, own = handle.mesh, handle.tensor_parallel
     if own is not None:
         return own.is_on_first_rank

@@ -9,9 +9,8 @@ module and of the optimizers gets them. So users' hooks see ordinary calls, and 
 others unchanged. Since hooks may raise on one rank only, ranks meet after the module, before an optimizer is changed,
 and at the end. The price is memory for this rank's share of what is moved.
 
-``torch.distributed.checkpoint`` loads into tensors that exist, and an optimizer that has not stepped has none. A step
-with zero gradients, which is torch's way, would change momenta and counts. So a stand-in steps on a tiny tensor whose
-sizes tell its dimensions apart (``optimizer_init``).
+``torch.distributed.checkpoint`` loads into tensors that exist, and an optimizer that has not stepped has none. So a
+stand-in of it steps on a tiny tensor (``optimizer_init``).
 """
 
 from .agreement import agree as agree

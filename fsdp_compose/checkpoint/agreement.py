@@ -66,8 +66,8 @@ def group_of_values(values: Any) -> dist.ProcessGroup | None:
 
 
 def refuse_lost_ranks(values: Any) -> None:
-    """Raise RuntimeError if the process group is gone whose ranks share ``values``: a rank alone would save its own
-    elements as the whole."""
+    """Raise RuntimeError if the process group is gone whose ranks share ``values``."""
+    # A rank alone would save its own elements as the whole.
     for path, leaf in leaves_of(values) if not dist.is_initialized() else ():
         if isinstance(leaf, DTensor) and leaf.device_mesh.size() > 1:
             raise MisuseRuntimeError(

@@ -100,8 +100,7 @@ class UnknownFormat(ValueError):
 
 
 def mark(save_id: str | None) -> str:
-    """Return the save id of a checkpoint of ours. It identifies the checkpoint if its manifest is lost, and names the
-    torch that wrote it."""
+    """Return the save id of a checkpoint of ours, which also names the torch that wrote it."""
     return f"{_MARK}{save_id}-torch-{torch.__version__}"
 
 
@@ -126,6 +125,7 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
     needed = _least_sizes(metadata)
     files: dict[str, tuple[int, int | None]] = {**listed}
     if manifest is None:
+        # The save id tells a checkpoint of ours, whose manifest was lost, from one that torch wrote without any.
         if str(getattr(metadata.storage_meta, "save_id", "")).startswith(_MARK):
             raise ValueError(f"it was saved with a {MANIFEST}, which is missing, so nothing can be verified")
         files = {name: (size, None) for name, size in needed.items()}
@@ -204,11 +204,11 @@ def _read_metadata(content: bytes, listed: tuple[int, int] | None, allow_pickle:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles only the objects of a list of tensors, as stand-in classes that no other code uses: a pickle can set
-    attributes of classes."""
+    """Unpickles only the objects of a list of tensors, as stand-in classes."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
+        # New classes for each reading, which no other code uses: a pickle can set attributes of classes.
         self._known = _stand_ins()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -295,14 +295,14 @@ def _checked(metadata: Any) -> Metadata:
 
 
 def _require_whole(key: str, entry: TensorStorageMetadata) -> None:
-    """Raise ValueError unless the parts of a tensor add up to it: a rank that saves alone writes only its own. torch
-    refuses to save parts that overlap, so comparing numbers of elements is enough."""
+    """Raise ValueError unless the parts of a tensor add up to it: a rank that saves alone writes only its own."""
     size, saved, needed = tuple(entry.size), 0, math.prod(entry.size)
     for offsets, sizes in {(chunk.offsets, chunk.sizes) for chunk in entry.chunks}:
         fits = len(offsets) == len(sizes) == len(size) and all(map(le, map(add, offsets, sizes), size))
         if not fits:
             raise ValueError(f"a part of {key} is not in the tensor of shape {size}")
         saved += math.prod(sizes)
+    # torch refuses to save parts that overlap, so comparing numbers of elements is enough.
     _require(saved == needed, f"{saved} of the {needed} elements of {key} were saved")
 
 
@@ -382,8 +382,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def _throw_away(partial: Path) -> None:
-    """Empty the folder of an interrupted save. The marker of earlier versions is deleted last: it distinguishes the
-    folder from a user's."""
+    """Empty the folder of an interrupted save."""
+    # The marker of earlier versions comes last: until then it distinguishes the folder from a user's.
     found = sorted(partial.iterdir(), key=lambda path: path.name == _UNFINISHED)
     for path in found:
         if _is_ours(path):
@@ -484,8 +484,7 @@ _OTHER_LOADERS = (
 
 
 def read_lists(folder: Path) -> Lists:
-    """Read the files that list the contents of the checkpoint in ``folder``. Raises RuntimeError if they are missing or
-    damaged."""
+    """Read the files that list the checkpoint in ``folder``. Raises RuntimeError if they are missing or damaged."""
     if folder.is_file():
         raise MisuseRuntimeError(f"{folder} is a file, but a checkpoint of save() is a folder. {_OTHER_LOADERS}")
     if not folder.is_dir():

@@ -108,6 +108,7 @@ def _walk(module: nn.Module, raw: str, canonical: str) -> Iterator[tuple[str, st
     transparent = wrapped_child(module)
     for name, child in module._modules.items():
         if child is not None:
+            # What a wrapper wraps has the wrapper's own name.
             yield from _walk(child, f"{raw}{name}.", canonical if name == transparent else f"{canonical}{name}.")
 
 

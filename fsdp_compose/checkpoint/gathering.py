@@ -51,7 +51,8 @@ def key_text(key: Key) -> str:
 
 
 def layout_of(tensor: DTensor) -> str:
-    """Describe a tensor's layout, without the ranks of its mesh: other ranks may be in another mesh."""
+    """Describe a tensor's layout, in the same words on every rank."""
+    # Without the ranks of the mesh: other ranks may be in another mesh.
     mesh, placements = tensor.device_mesh, [*map(str, map(repr, tensor.placements))]
     if isinstance(tensor, RaggedDTensor) and not tensor._spec.is_only_ragged:
         placements[tensor._spec.ragged_dim] = "RaggedShard"  # without sizes, which may differ on other ranks
@@ -82,6 +83,7 @@ def gather_values(
             continue
         whole = full_tensor(leaf) if isinstance(leaf, DTensor) else leaf
         if is_wanted:
+            # If this rank holds everything, full_tensor() returns the live memory.
             is_fresh = isinstance(leaf, DTensor) and not storage_of(whole) == storage_of(leaf) != 0
             wholes[key] = copies.of(whole) if not is_fresh else whole.cpu() if to_cpu else whole
     if not is_wanted:
@@ -95,8 +97,7 @@ def _leaves(values: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 class Copies:
-    """Makes copies that share no memory with their originals. A tensor that is given twice is copied once, so all its
-    names keep sharing one tensor."""
+    """Makes copies that share no memory with their originals. What is given twice is copied once, so ties stay ties."""
 
     def __init__(self, to_cpu: bool) -> None:
         self._to_cpu = to_cpu
@@ -110,6 +111,7 @@ class Copies:
         local = local_of(value)
         if type(local) is not torch.Tensor or local.layout != torch.strided or local.is_meta or not local.numel():
             return self._copy(value)
+        # By memory: state_dict() makes another object of a tensor for each of its names.
         key = (type(value), local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
         if key not in self._made:
             self._made[key] = (value, self._copy(value))
@@ -140,8 +142,7 @@ def _bundles(names: ModelNames, values: Mapping[Key, Any]) -> list[_Bundle]:
 
 
 def is_sharded_like(value: Any, place: Place) -> bool:
-    """Whether ``value`` is sharded like the parameter at ``place``, and the flat parameter holds all of it (it is not
-    split by tensor parallelism)."""
+    """Whether ``value`` is sharded like the parameter at ``place``, which tensor parallelism has not split."""
     sharded = place[0].sharded_params[place[1]]
     return (
         isinstance(value, RaggedDTensor)
@@ -215,8 +216,7 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the storage address of this rank's part of a tensor; 0 if it has none, as for tensor subclasses that wrap
-    other tensors."""
+    """Return the storage address of this rank's part of a tensor; 0 if it has none (a subclass that wraps others)."""
     local = local_of(tensor)
     if local.layout != torch.strided:
         return 0
@@ -251,8 +251,7 @@ _PART_FIELDS = [*getattr(getattr(dcp, "CheckpointableTensor", None), "__annotati
 
 
 def says_what_it_holds(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has the attributes by which ``torch.distributed.checkpoint`` treats it as part of a larger
-    one."""
+    """Whether a plain tensor says which part of a larger one it is, as ``torch.distributed.checkpoint`` reads it."""
     return bool(_PART_FIELDS) and all(hasattr(tensor, name) for name in _PART_FIELDS)
 
 
@@ -260,8 +259,7 @@ def says_what_it_holds(tensor: torch.Tensor) -> bool:
 
 
 def digests_of(value: Any, path: Path = ()) -> dict[str, str]:
-    """Describe the numbers in a value, and its plain tensors by dtype, shape and checksum, under their keys in a
-    checkpoint."""
+    """Describe the numbers and plain tensors (dtype, shape, checksum) in a value, by their keys in a checkpoint."""
     found = {}
     for at, leaf in leaves_of(value, path):
         if type(leaf) in (bool, int, float, complex):
@@ -276,8 +274,7 @@ def digests_of(value: Any, path: Path = ()) -> dict[str, str]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a plain tensor, or those that it wraps (quantized state); nothing of a tensor that says which part of a
-    larger one it is."""
+    """Yield a plain tensor, or those that it wraps (quantized state); nothing of a part of a larger tensor."""
     if hasattr(tensor, "__create_write_items__") or says_what_it_holds(tensor):
         return
     if is_wrapper(tensor):

@@ -284,20 +284,23 @@ def fetch_model(plan: ModelPlan, sender: Sender | None) -> dict[str, Any]:
     moved = fetch({(fqn, ""): value for fqn, value in plan.given.items()}, targets, sender)
     live = {storage_of(target.like) for target in plan.targets.values() if not target.like.is_meta} - {0}
     for (fqn, _), tensor in moved.items():
+        # Live tensors may be given under exchanged names. The first one that is loaded would overwrite the second.
         is_elsewhere = storage_of(tensor) in live and not _is_there(tensor, plan.targets[fqn])
         values[fqn] = tensor.detach().clone() if is_elsewhere else tensor
     return values
 
 
 def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
-    """Load values that fit. Parameters on the meta device get memory and keep their identity. A module with its own
-    loading gets all of its keys in one call, including values that are loaded already: it may need them together."""
+    """Load values that fit. Parameters on the meta device get memory and keep their identity."""
     names, load = plan.names, own_method(plan.names.model, "load_state_dict")
     assigned = _assigned(plan, values)
     there = {plan.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
+    # If a user's hook raises in here, the module is not restored: that would take a copy of the module for every load
+    # that succeeds.
     load(with_versions(there, plan.versions), strict=False)
     if assigned:
         fresh = {fqn: value for fqn, value in values.items() if fqn in assigned}
+        # assign=True makes parameters of the very tensors that it gets, and the given dict must not train along.
         for fqn in fresh.keys() & plan.targets.keys():
             fresh[fqn] = fresh[fqn].detach().to(plan.targets[fqn].like.dtype, copy=True)
         held = _held(names, fresh)
@@ -311,11 +314,12 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
 
 def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:
     """Return the FQNs of values that replace the model's tensors: those for tensors on the meta device, and all that a
-    module with its own loading, or a hook, loads together with them."""
+    module with its own loading, or a hook, loads together with them, even if their tensors have memory."""
     on_meta = {fqn for fqn in values if fqn in plan.targets and plan.targets[fqn].like.is_meta}
     assigned = set(on_meta)
     if on_meta:
         for path, module in plan.names.model.named_modules():
+            # A module with its own loading may need all of its keys in one call.
             if not loads_as_torch_module(module, before_load):
                 prefix = f"{path}." if path else ""
                 together = {fqn for fqn in values if plan.keys[fqn].startswith(prefix)}
@@ -344,6 +348,7 @@ def _keep_objects(held: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> N
         loaded = slots[name]
         if loaded is None or loaded is before:
             continue
+        # Optimizers hold the object from before, so it gets the content of the loaded one.
         if isinstance(before, nn.Parameter):
             torch.utils.swap_tensors(before, loaded)
         elif loaded.shape == before.shape:

@@ -103,6 +103,7 @@ def _try_step(
     if not param.requires_grad:
         return {}
     param.grad = torch.zeros_like(param)
+    # A step of the optimizer itself with zero gradients, which is torch's way, would change momenta and counts.
     twin = _stand_in(optimizer, group, param)
     try:
         with torch.inference_mode(False), torch.no_grad(), _same_random_numbers(real):
@@ -189,8 +190,8 @@ class _Refusal:
 
 
 def _refuse_steps(optimizer: Optimizer) -> None:
-    """Let the next step of ``optimizer`` raise, until its state is set: the values that were loaded for it are in the
-    state dict only, and it would start from zero without a word."""
+    """Let the next step of ``optimizer`` raise, until its state is set."""
+    # The values that were loaded for it are in the state dict only. It would start from zero without a word.
     if known_for(optimizer, _Refusal) is not None:
         return
 
@@ -303,12 +304,10 @@ def without_pending(
 ) -> dict[str, dict[str, Any]]:
     """Remove pending tensors that were not loaded, and parameters that then have no state.
 
-    A rank without elements of a tensor cannot see whether it was loaded, so the ranks ask each other if anything is
-    pending.
-
     Ranks: all ranks of ``group``, with the same ``pending_keys``; ``None``: this one alone.
     """
     waiting = [value for entries in state.values() for value in entries.values() if is_pending(value)]
+    # A rank without elements of a tensor cannot see whether it was loaded.
     arrived = _agree_on_loaded(waiting, group)
     result: dict[str, dict[str, Any]] = {}
     for fqn, entries in state.items():

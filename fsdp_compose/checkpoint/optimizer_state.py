@@ -172,8 +172,7 @@ class TrainedBy:
         return {key: value for key, value in self.packed["param_groups"][group].items() if key not in _NOT_SAVED}
 
     def state_of(self, param: Trained) -> dict[str, Any]:
-        """Return the optimizer's current state of one parameter: live tensors, except that scalars of flat views are
-        copies."""
+        """Return the optimizer's current state of one parameter: live tensors, but copies of flat views' scalars."""
         state = self.packed["state"].get(param.number) or {}
         if param.flat is None or param.place is None:
             return dict(state)

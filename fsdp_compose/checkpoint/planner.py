@@ -149,7 +149,8 @@ def _some(keys: Sequence[str]) -> str:
 
 
 def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
-    """Whether ``state`` is an optimizer dict. ``state.`` alone is not enough: it may be the name of a submodule."""
+    """Whether ``state`` is an optimizer dict."""
+    # Keys under ``state.`` are not enough: that may be the name of a submodule.
     has_groups = any(str(key).startswith(f"{GROUPS}.") for key in state)
     return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and has_groups)
 
@@ -243,9 +244,9 @@ class _Saved:
         return self.place(key)
 
     def wanted(self, trained: Sequence[str], saved: Iterable[str]) -> list[str]:
-        """Return the saved names to load: trained parameters, also if a tied one was saved under another name, and the
-        shared state of optimizers."""
+        """Return the saved names to load: trained parameters, tied ones by any name, and optimizers' shared state."""
         saved = list(saved)
+        # By which of its names a tied parameter was saved is not known here: anything of its shape may be it.
         lacking = {self.tensors[fqn].shape for fqn in trained if fqn not in saved and fqn in self.tensors}
         known = set(trained)
         return [
@@ -395,8 +396,8 @@ def keys_of(state_dict: dict[str, Any]) -> list[str]:
 
 
 def optimizer_digests(state: Any, path: Path = ()) -> dict[str, str]:
-    """Return ``digests_of`` the optimizer dicts in a state dict. Values outside of them may differ from rank to rank:
-    state of data loaders and random number generators."""
+    """Return ``digests_of`` the optimizer dicts in a state dict."""
+    # Other values may well differ from rank to rank: state of data loaders and random number generators.
     found: dict[str, str] = {}
     if isinstance(state, Mapping) and _is_optimizer_dict(state):
         for key, value in state.items():
@@ -419,7 +420,8 @@ def is_whole(value: Any) -> bool:
 
 
 def owner_of(key: str, num_ranks: int) -> int:
-    """Return the rank that writes a value that all ranks have; the same in every process."""
+    """Return the rank that writes a value that all ranks have."""
+    # hash() of a text differs from process to process.
     return zlib.crc32(key.encode()) % num_ranks
 
 

@@ -1,5 +1,4 @@
-"""Convert given tensors to the layout of a model or an optimizer: shard them locally, move them, or send them from
-the first rank."""
+"""Convert given tensors to the layout of a model or optimizer: shard locally, move, or send from the first rank."""
 
 from __future__ import annotations
 

@@ -139,8 +139,7 @@ def _digests(entries: _Entries) -> dict[str, str]:
 
 
 def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:
-    """Gather or copy values as the options ask. Ranks: with ``full_state_dict`` all ranks of the model, after they
-    agreed."""
+    """Gather or copy values as the options ask. Ranks: with ``full_state_dict`` all, after they agreed."""
     if options.full_state_dict:
         is_here = is_first(group_of(names))
         return gather_values(
@@ -262,8 +261,7 @@ def _prepare(
     options: StateDictOptions,
     sender: Sender | None,
 ) -> _Ready:
-    """Check and normalize the input. Local. Raises RuntimeError, or an error of the user's objects, if something cannot
-    be loaded."""
+    """Check and normalize the input. Local. Raises RuntimeError or the user's error if something cannot be loaded."""
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     if sender is not None and not sender.is_here:
         return _Ready(trained, _Given(), b"")

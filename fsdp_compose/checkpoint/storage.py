@@ -101,8 +101,8 @@ def telling() -> Iterator[None]:
 
 
 def _with_reason(error: Exception) -> str:
-    """Format an error with the system error behind it: when a disk is full, torch's writer itself only reports
-    positions in a file."""
+    """Format an error with the system error behind it."""
+    # When a disk is full, the error of torch's writer only has positions in a file; why is in an earlier one.
     text, earlier = problem_text(error), error.__cause__ or error.__context__
     while earlier is not None and not isinstance(earlier, OSError):
         earlier = earlier.__cause__ or earlier.__context__
@@ -124,7 +124,8 @@ class Reader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: AnyLoadPlanner) -> Any:
-        """Read values first, so that a refused value raises before a tensor is written to."""
+        """Read values, then tensors."""
+        # A refused value raises before any tensor is written to.
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         reader: Any = planner if self._allow_pickle else _Checking(planner, self._contents)

@@ -7,14 +7,10 @@ memory that the ranks share::
     | hash of the order | its complement | hash of used | its complement | steps | complement | late | round | padding |
 
 The maxima of a hash and of its complement add up to all ones only if all ranks have the same hash. Equal hashes of the
-order mean that every rank issued the same collectives in the same order; without this check, mismatched collectives of
-equal size would pair silently. If ranks run different models, their exchanges still meet, and differ. ``steps`` counts
-optimizer steps since the last exchange; both bytes are zero on a rank that has nothing to train. ``late`` says whether
-groups of this rank received gradients after they had been reduced.
-
-``used`` has one byte per parameter. With it, ranks agree which parameters have a gradient, so ``None`` is the same
-everywhere. Usually all ranks have the same bytes. Only if the hashes differ, or a group is late, do all ranks exchange
-the bytes themselves, right away. Every rank sees the same maxima, so all ranks agree on whether that is needed.
+order mean that every rank issued the same collectives in the same order. If ranks run different models, their exchanges
+still meet, and differ. ``steps`` counts optimizer steps since the last exchange. ``late`` says whether groups of this
+rank received gradients after they had been reduced. ``used`` has one byte per parameter. With it, ranks agree which
+parameters have a gradient, so ``None`` is the same everywhere.
 
 ``round`` is 1 in exchanges that ranks make elsewhere (``runtime/skip_protocol``), so they cannot be mistaken for the
 end of a backward. Marks then follow the head, and all exchanges of the process group have that length.
@@ -104,8 +100,8 @@ class Doubling:
         return Flight(self, tensor, torch.empty_like(tensor))
 
     def limit(self) -> timedelta:
-        """How long a rank waits for a message. Read anew each time: gloo's own messages keep the timeout from when the
-        group was made."""
+        """How long a rank waits for a message."""
+        # As it is now: gloo's own messages keep the timeout from when the group was made.
         group = self._group()
         return timedelta(0) if group is None else limit_of(group)
 
@@ -200,8 +196,9 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _forget_destroyed() -> None:
-    """Close the control groups of destroyed process groups. torch's own caches may keep these forever, through the
-    meshes of DTensors, and each control group has connections and threads."""
+    """Close the control groups of destroyed process groups."""
+    # torch's own caches may keep these process groups forever, through the meshes of DTensors, and each control group
+    # has connections and threads.
     for group, control in all_kept(_Control):
         if control.is_destroyable and is_destroyed(group):
             forget_for(group, _Control)
@@ -258,6 +255,7 @@ class Carrier:
         self.abandon()
         marks[:] = self._head[_HEAD.size : _HEAD.size + len(marks)]
         order, complement, used, *_ = _HEAD.unpack_from(self._head)
+        # A round sends no hash in ``used``. If there is one, a rank is at the end of a backward or forward instead.
         return used == 0 and order + complement in (0, _ALL_ONES)
 
     def send(self, head: bytes, whole: bytes | bytearray, end_of: str) -> None:
@@ -288,8 +286,7 @@ class Carrier:
         return self._head
 
     def abandon(self) -> bool:
-        """Wait for an exchange that an exception has left in flight, if there is one; return whether it exchanged all
-        bytes."""
+        """Wait for an exchange that an exception has left in flight, if any; return whether it exchanged all bytes."""
         work, self._work = self._work, None
         if work is None:
             return False
@@ -327,9 +324,7 @@ class Carrier:
                 journal.waits_for = 0
 
     def _absent(self, error: RuntimeError) -> str:
-        """Name the rank that held up this one. Its partner may itself have been waiting for another rank: ranks whose
-        exchange fails report in the store whom they waited for, and the rank at the end of that chain has reported
-        nothing."""
+        """Name the rank that held up this one."""
         group = self._group()
         store = None if group is None else known_namespace(group)
         if group is None or store is None or not isinstance(error, PartnerLost):
@@ -337,6 +332,8 @@ class Carrier:
         close_connections(self._control)  # wakes the ranks that wait for this one
         store, seen, rank = dist.PrefixStore("lost", store), {group.rank()}, error.partner
         deadline = time.monotonic() + _GRACE.total_seconds()
+        # The partner may itself have been waiting for another rank. Ranks whose exchange fails report whom they waited
+        # for, so the rank at the end of this chain, which has reported nothing, is the one.
         with contextlib.suppress(dist.DistNetworkError):  # the process that holds the store is gone
             store.set(str(group.rank()), str(rank))
             while rank not in seen:
@@ -374,6 +371,7 @@ class ControlExchange:
             return
         order = (order_hash + len(self._buffer) * _PER_BYTE) & _ALL_ONES  # so that equal ones have equally many bytes
         used = int.from_bytes(hashlib.blake2b(self.used, digest_size=8).digest(), "little")
+        # Zeros: a rank that has nothing to train agrees with any number of steps.
         step, complement = (0, 0) if steps is None else (steps, 255 - steps)
         is_late = any(self.late)
         head = _HEAD.pack(order, _ALL_ONES - order, used, _ALL_ONES - used, step, complement, is_late, 0)
@@ -393,6 +391,7 @@ class ControlExchange:
             return True
         order, complement, _, _, step, other, _, is_round = _HEAD.unpack_from(self._carrier.receive(self._view))
         self.steps_agree = step + other <= 255
+        # Without this check, different collectives of equal size would have paired silently.
         is_same: bool = order + complement == _ALL_ONES and not is_round
         return is_same
 
@@ -405,5 +404,6 @@ class ControlExchange:
 def _asks_for_all(head: bytearray) -> bool:
     """Whether the maximum over all ranks says that all bytes must be exchanged; all ranks have equally many."""
     order, complement, used, other, _, _, is_late, is_round = _HEAD.unpack_from(head)
+    # Usually all ranks have the same bytes, and the hash is enough. All ranks see the same maxima, so they agree here.
     is_same_order: bool = order + complement == _ALL_ONES and not is_round
     return is_same_order and (bool(is_late) or used + other != _ALL_ONES)

@@ -1,9 +1,7 @@
 """Failed collectives: broken process groups, how long ranks wait, and the thread that watches over waits.
 
-After a collective has failed (a rank died, or did not arrive in time), its process group is unusable. Ranks that talk
-to the dead rank learn of it at once, but a rank that waits for one that has given up would wait for the whole timeout
-of the process group. So a rank that gives up closes its connections: that tells its neighbors, they give up too, and so
-on. A rendezvous on a broken process group goes through the store and waits only a few seconds.
+After a collective has failed (a rank died, or did not arrive in time), its process group is unusable, and its ranks
+give up one after the other. A rendezvous on a broken process group goes through the store, and waits a few seconds.
 """
 
 from __future__ import annotations
@@ -57,6 +55,8 @@ def give_up(group: dist.ProcessGroup, error: RuntimeError) -> None:
         return
     for item in together(group):
         kept_for(item, _Fate).failure = type(error), str(error)
+    # Ranks that talk to a dead rank learn of it at once, but one that waits for this rank would wait for the whole
+    # timeout of the process group. A closed connection tells it; then it gives up too, and so on.
     close_connections(group)
 
 
@@ -127,6 +127,7 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
         if work is not None:
             work.wait(limit)
     except RuntimeError as error:
+        # gloo raises the same class for every failure: one before the limit is no timeout.
         if time.monotonic() - begin < limit.total_seconds():
             raise
         seconds = limit.total_seconds()
@@ -202,8 +203,7 @@ _watchdog: _Watchdog | None = None
 
 
 def look_regularly(look: Look) -> None:
-    """Have a thread call ``look``, which must not raise, every ``PERIOD`` seconds from now on. Repeated calls register
-    it once."""
+    """Have a thread call ``look``, which must not raise, every ``PERIOD`` seconds from now on. Registers it once."""
     global _watchdog
     if look not in _looks:
         _looks.append(look)

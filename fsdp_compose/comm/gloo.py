@@ -1,9 +1,8 @@
 """Direct messages between ranks instead of collectives: for gloo.
 
 gloo's own all-gather and reduce-scatter copy everything through a buffer as large as the tensor. Messages arrive where
-they belong, or next to what they are added to, and are faster (``benchmarks/transport.py``). An all-reduce made of
-messages takes about as long as gloo's, but gloo's aborts the processes when ranks disagree. If all ranks are on one
-machine, longer sums go through shared memory (``shared_memory``), in less than half the time.
+they belong, or next to what they are added to, and are faster (``benchmarks/transport.py``). If all ranks are on one
+machine, longer sums go through shared memory (``shared_memory``).
 
 A tag ties each message to its collective (``journal``).
 """
@@ -43,7 +42,8 @@ from .transport import (
 TRANSPORT_ENV = "FSDP_COMPOSE_TRANSPORT"
 # an all-reduce shorter than this, times the number of ranks, is not worth splitting in two halves
 _SHORT_BYTES = 1 << 16
-_LONG_BYTES = 1 << 14  # sums from this size on go through shared memory, if all ranks are on one machine
+# Sums from this size on go through shared memory, if all ranks are on one machine: in less than half the time.
+_LONG_BYTES = 1 << 14
 _TAG_BITS = 31
 MOST_RANKS = 16  # each rank sends to each: with many ranks, gloo's rings load a network less
 
@@ -72,8 +72,7 @@ class _MemoryOfRanks:
 
 
 class Messages(Transport):
-    """Collectives made of direct messages, for every dtype. Sums are added in rank order, so they do not depend on
-    which rank holds which part."""
+    """Collectives made of direct messages, for every dtype. Sums are added in rank order."""
 
     name = "messages"
 
@@ -94,8 +93,8 @@ class Messages(Transport):
         return Messages(self.group, peers)
 
     def limit(self) -> timedelta:
-        """How long a rank waits for a message. Read anew each time: gloo's own messages keep the timeout from when the
-        group was made."""
+        """How long a rank waits for a message."""
+        # As it is now: gloo's own messages keep the timeout from when the group was made.
         return limit_of(self.group) if os.environ.get(TIMEOUT_ENV) else self._timeout()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
@@ -116,7 +115,8 @@ class Messages(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         """With two ranks, or a short tensor, each rank sends everything to every other. Otherwise each rank sums up one
-        part, and the second half begins in ``wait()``, which all ranks call in the same order."""
+        part, and sends the sum to every other."""
+        # No faster than gloo's own, but gloo's aborts the processes when ranks disagree.
         journal, size, shared = self._journal, self.group.size(), self._shared_for(tensor.nbytes, label)
         flight = _Sum(self, journal.enter(ALL_REDUCE, label, tensor.nbytes), shared, self._memory)
         if size == 2 or size * tensor.nbytes <= _SHORT_BYTES:
@@ -128,6 +128,7 @@ class Messages(Transport):
         def begin_second() -> None:
             second.issue(others, [(rank, own) for rank in self._peers])
 
+        # The second half begins in wait(), which all ranks call in the same order.
         return _InTurn(flight.begin(own, others, own, is_average), begin_second, second)
 
     def gather(
@@ -142,11 +143,11 @@ class Messages(Transport):
         self.exchange([(rank, part) for rank in receivers], received, nbytes, label)
 
     def skip(self, nbytes: int, label: Label) -> None:
+        # Other ranks of the mesh enter a gather, and all share one journal, whose numbers must stay equal.
         self._journal.enter(MESSAGES, label, nbytes)
 
     def _shared_for(self, nbytes: int, label: Label) -> SharedMemory | None:
-        """The shared memory for a sum of ``nbytes``; ``None`` if the sum is short or the ranks are on several
-        machines."""
+        """The shared memory for a sum of ``nbytes``; ``None`` for a short sum, or on several machines."""
         if nbytes < _LONG_BYTES:
             return None
         if not self._has_met:
@@ -162,6 +163,7 @@ class Messages(Transport):
         shared = None if is_off else SharedMemory.of_this_rank(self._rank, self.group.size())
         numbers = self._tell_all(-1 if shared is None else shared.introduction, label)
         can_share = shared is not None and all(number >= 0 for _, number in numbers) and shared.connect_to(numbers)
+        # All or none: any rank may have it turned off, or not find another one.
         answers = self._tell_all(int(can_share), label)
         if shared is not None and can_share and all(answer for _, answer in answers):
             limit = limit_of(self.group)
@@ -261,13 +263,14 @@ class Pending:
             self._current = None
 
     def look(self) -> None:
-        """End a wait that cannot succeed; called in the watchdog's thread. A closed connection alone proves nothing:
-        the peer may have sent everything and be done."""
+        """End a wait that cannot succeed; called in the watchdog's thread."""
         group, current, suspect = self._group(), self._current, self._suspect
         self._suspect = None
         if group is None or current is None or not has_closed(group, current[1]):
             return
-        if current is not suspect:  # gloo may tell, or it has just arrived, and who waits is about to go on
+        # A closed connection alone proves nothing: the peer may have sent everything and be done. Then the message has
+        # just arrived, and the waiter is about to go on; or gloo is about to wake it. So look twice.
+        if current is not suspect:
             self._suspect = current
             return
         self._loss = f"rank {current[1]} has closed its connections"
@@ -304,14 +307,15 @@ def _look() -> None:
 
 class _InFlight:
     """The messages of one collective. If an exception (Ctrl-C) interrupts it between two messages, a later ``wait()``
-    finishes the rest. If nobody calls that (the model of an interrupted iteration was deleted), the journal does."""
+    finishes the rest."""
 
     __slots__ = ("_group", "_journal", "_limit", "_number", "_pending", "_tag")
 
     def __init__(self, transport: Messages, tag: int) -> None:
         self._group, self._journal, self._limit, self._tag = transport.group, transport._journal, transport.limit, tag
         self._number = self._journal.count
-        # The journal holds the messages too: gloo (torch 2.13) reads and writes the freed memory of dropped ones.
+        # The journal holds the messages too, until somebody has waited for them. If one is dropped before it arrives,
+        # gloo (torch 2.13) reads and writes its freed memory, and carries nothing more to or from that rank.
         self._pending = self._journal.under_way[self._number] = Pending(transport.group)
 
     def issue(self, received: Iterable[Message], sent: Iterable[Message]) -> None:
@@ -347,6 +351,7 @@ class _InFlight:
         journal.under_way.pop(self._number, None)  # Journal.forget, of one that was not dropped
 
     def __del__(self) -> None:
+        # The model of an interrupted iteration was deleted, so nobody waits for these messages: the journal will.
         if self._number in self._journal.under_way:
             self._journal.dropped.add(self._number)
 
@@ -471,6 +476,7 @@ class _Sum(_InFlight):
 
     def _add_up(self, terms: Sequence[torch.Tensor]) -> None:
         total = terms[0]
+        # In rank order, so that the bits do not depend on which rank holds which part.
         for i, term in enumerate(terms[1:-1]):
             if i > 0:
                 total.add_(term)

@@ -13,11 +13,9 @@ two was doing. Ranks that never wait that long pay nothing.
 
 A rank may also wait in a meeting (``failure.Meeting``): a rendezvous, or a collective of torch's. Meetings have no
 number here, because a rank that waits in vain may catch the error and go on. Two ranks are told apart if each waits for
-the other: this rank is still where it waits, neither has entered what the other waits in, and both waits need both
-ranks. A report may be old, but a rank leaves its wait only when this one has come, or by an error of its own.
+the other.
 
-If a pending message is dropped before it arrives, gloo (torch 2.13) carries nothing more to or from that rank, and
-reads and writes the freed memory. So the journal holds all messages until somebody has waited for them.
+The journal holds the messages of each collective until somebody has waited for them.
 """
 
 from __future__ import annotations
@@ -111,7 +109,8 @@ class Journal:
             self.forget(number)
 
     def finish_dropped(self) -> None:
-        """Called before this rank waits for another collective: the other ranks may wait for the dropped ones."""
+        """Called before this rank waits for another collective."""
+        # The other ranks may wait for the dropped ones first.
         self.finish([*self.dropped])
 
     def finish_all(self) -> None:
@@ -150,11 +149,11 @@ def known_journal(group: dist.ProcessGroup) -> Journal | None:
 
 def difference_of(group: dist.ProcessGroup) -> str:
     """Say how the ranks differ, after a collective of ``group`` has failed. Empty if no other rank reports a difference
-    within a moment. Closes the connections of ``group``, so that the other ranks notice."""
+    within a moment. Closes the connections of ``group``."""
     journal = known_journal(group)
     if journal is None:
         return ""
-    close_connections(group)
+    close_connections(group)  # so that the other ranks notice, and report where they are
     deadline = time.monotonic() + _GRACE
     with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
         while not _compare(group, journal) and time.monotonic() < deadline:
@@ -226,7 +225,8 @@ class Report(NamedTuple):
 
 
 def _meeting_beside(journal: Journal) -> Meeting | None:
-    """The meeting that the thread of a journal waits in. Other threads do not hold up its collectives."""
+    """The meeting that the thread of a journal waits in."""
+    # A meeting in another thread does not hold up the collectives of this journal.
     return meeting_in(journal.thread or threading.main_thread().ident or 0)
 
 
@@ -255,6 +255,8 @@ def _wait_for_each_other(group: dist.ProcessGroup, journal: Journal, ours: Repor
     """Whether this rank and another one will never go on. ``ours``: from before ``theirs`` was read."""
     if not (ours.place() and theirs.place()):
         return False
+    # They wait for each other only if both waits need both ranks, and neither has entered what the other waits in. Its
+    # report may be old, but the other one leaves its wait only when this rank has come, or by an error of its own.
     ranks = dist.get_process_group_ranks(group)
     if not (ours.needs(ranks[other]) and theirs.needs(ranks[group.rank()])):
         return False
@@ -264,10 +266,10 @@ def _wait_for_each_other(group: dist.ProcessGroup, journal: Journal, ours: Repor
 
 
 def first_difference_of(rank: int, ours: list[tuple[int, str]], other: int, theirs: list[tuple[int, str]]) -> str:
-    """How two ranks differ in what they have entered; empty if they do not. Reports may be old, which does no harm:
-    entries never change afterwards."""
+    """How two ranks differ in what they have entered; empty if they do not."""
     if other < rank:
         rank, ours, other, theirs = other, theirs, rank, ours
+    # A report may be old, which does no harm: entries never change afterwards.
     names = dict(theirs)
     for number, name in ours:
         other_name = names.get(number, name)
@@ -335,7 +337,8 @@ def _place_of(journal: Journal) -> tuple[str, int] | None:
 
 
 def _retract(group: dist.ProcessGroup, journal: Journal) -> None:
-    """Report that this rank waits no longer where it said: it may have left by an error, and be on its way."""
+    """Report that this rank waits no longer where it said."""
+    # It may have left by an error, and be on its way to where the others wait.
     namespace = known_namespace(group)
     with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
         if namespace is not None:

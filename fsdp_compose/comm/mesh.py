@@ -49,14 +49,13 @@ _numbers = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class _Made:
-    """What was made once for a process group.
-
-    Meshes are referred to weakly: a mesh holds its process group, which has connections and threads."""
+    """What was made once for a process group."""
 
     # By ranks and backends, process groups of other ranks. Strong references: ranks that drop their models at different
     # times must still agree on the same process groups.
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
     alone: dist.ProcessGroup | None = None  # of this rank alone
+    # Meshes are referred to weakly: a mesh holds its process group, which has connections and threads.
     joined: weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = field(
         default_factory=weakref.WeakValueDictionary
     )

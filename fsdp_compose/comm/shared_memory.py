@@ -2,15 +2,7 @@
 
 ``comm/gloo`` is the only caller. A rank copies what it sends into memory of its own that the other ranks can map, and
 sends a descriptor of where it is; they read it there. A message would instead be copied into the kernel and out again,
-piece by piece.
-
-Note [When memory is free again]. The other ranks may read what a rank has sent until each of them has ended that
-collective. So each rank publishes, in a page of its own, the number up to which it has ended all collectives. Memory
-used for a later one is not reused yet; if none is free, more is allocated.
-
-The memory has no name in a file system (``memfd``) and vanishes with the last process that maps it, however that
-process ends. The other ranks receive it with the first note that mentions it. Ranks on different machines, or in
-containers with separate networks, find that out when they introduce themselves.
+piece by piece. The other ranks receive the memory with the first note that mentions it.
 """
 
 from __future__ import annotations
@@ -164,6 +156,10 @@ def _address(number: int) -> str:
 
 
 # ---- The memory
+#
+# Note [When memory is free again]. The other ranks may read what a rank has sent until each of them has ended that
+# collective. So each rank publishes, in a page of its own, the number up to which it has ended all collectives. Memory
+# used for a later one is not reused yet; if none is free, more is allocated.
 
 
 _ALIGNMENT = 64
@@ -195,6 +191,7 @@ class _Mapped:
 
     @staticmethod
     def new(nbytes: int) -> _Mapped:
+        # Without a name in a file system, it vanishes with the last process that maps it, however that process ends.
         file = os.memfd_create("fsdp_compose")
         os.ftruncate(file, -(-nbytes // _PAGE) * _PAGE)
         return _Mapped(file)
@@ -248,6 +245,7 @@ class SharedMemory:
 
     def connect_to(self, introductions: Iterable[tuple[int, int]]) -> bool:
         """Connect to all lower ranks, by the numbers they gave. Returns whether all ranks are on this host."""
+        # It fails between machines, and between containers with separate networks.
         with suppress(OSError):
             for rank, number in introductions:
                 if rank < self._rank:
@@ -307,8 +305,9 @@ class SharedMemory:
         memory.close()
 
     def _send_later(self, rank: int, tag: int, note: Descriptor, file: int, deadline: float, failure: Failure) -> None:
-        """Wait for room, and read incoming notes meanwhile: the other ranks may be waiting for room too."""
+        """Wait for room, and send the note."""
         while not self._channels[rank].try_to_send(tag, note, file):
+            # The other ranks may be waiting for room too.
             for channel in self._channels.values():
                 channel.read()
             if message := failure():
@@ -341,7 +340,7 @@ class SharedMemory:
 
     def _free(self, nbytes: int) -> tuple[int, _Mapped]:
         """Return memory of at least ``nbytes`` that no rank reads, with its number."""
-        # See Note [When memory is free again].
+        # What a rank has not ended yet, it may still read: see Note [When memory is free again].
         ended = min(page.words[0] for page in self._pages)
         fitting = [item for item in self._own.items() if item[1].number <= ended and item[1].bytes.numel() >= nbytes]
         if fitting:

@@ -13,8 +13,7 @@ differs from the first rank's, the first rank asks that one rank for its text. T
 
 Cost: three operations on each rank but the first, less than 300 bytes of keys and values, and looks for two keys, at
 most four a second (of more than 2,048 ranks, 8,192 of all together). The first rank waits for, reads and judges one
-small value per rank. It deletes the other keys in a later round: once all ranks have arrived at that one, they have
-read those of the rounds before.
+small value per rank, and deletes the other keys in a later round.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ class _Rendezvous:
 
 
 def known_namespace(group: dist.ProcessGroup) -> dist.Store | None:
-    """Return the store that only this initialization of ``group`` writes to; ``None`` before the ranks have agreed on
-    it."""
+    """Return the store that only this initialization of ``group`` writes to; ``None`` before ranks agree on it."""
     known = known_for(group, _Rendezvous)
     return None if known is None else known.namespace
 
@@ -109,8 +107,7 @@ def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: time
 
 
 def agree_on_name(ranks: Ranks, timeout: timedelta, grace: timedelta, absence: Absence) -> str:
-    """Return a name that ``ranks`` agree on and that no earlier initialization has used; otherwise like
-    ``agree_on_namespace``."""
+    """Return a name that ``ranks`` agree on and no earlier initialization used; else like ``agree_on_namespace``."""
     base = f"fsdp_compose/{ranks.group_name}"
     store = dist.PrefixStore(f"{base}/challenge", default_store())
     token = kept_for(ranks, _Rendezvous).token
@@ -169,10 +166,9 @@ def wait_for(
     num_ranks: int = 1,
 ) -> bool:
     """Wait for ``keys``, and return whether all of them appeared in time. ``alarm``: returns whether to stop waiting.
-    ``num_ranks``: how many ranks may wait at the same time.
-
-    It looks again and again, more and more rarely: torch prints two warnings whenever a wait of its own ends without
-    the keys (2.13), and nothing can end such a wait early."""
+    ``num_ranks``: how many ranks may wait at the same time."""
+    # Not by a wait of the store's own: nothing can end that early, and torch (2.13) prints two warnings when it ends
+    # without the keys. So look again and again, more and more rarely.
     deadline, pause, keys = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE, [*keys]
     longest_pause = max(_LONGEST_PAUSE, num_ranks / _MOST_LOOKS)
     while not store.check(keys):
@@ -258,8 +254,7 @@ def meet(
     timeout: timedelta | None = None,
     aside: str = "",
 ) -> str:
-    """Send ``payload`` to a rendezvous of all ranks of ``group`` and return the verdict, which is the same on every
-    rank.
+    """Send ``payload`` to a rendezvous of all ranks of ``group``. Return the verdict, the same on every rank.
 
     Every rank of ``group`` must call it, for the same ``purpose``. The first rank opens a round, waits for the others
     and judges it. A failed round stays closed: ranks that try again, and late ranks, meet in the next one.
@@ -339,6 +334,7 @@ class _Waits:
                 if alarm():  # as if it had failed before: see ``_timeout``
                     had_failed, deadline = True, min(deadline, time.monotonic() + _BROKEN_TIMEOUT.total_seconds())
                 error = _is_gone(self.group, self.text, awaited)
+                # A rank may have died after it came.
                 if error and not this.store.check([*keys]):
                     raise _RankGone(error)
 
@@ -389,7 +385,8 @@ def _meet(
         kind, text = _preside(waits, this, payload, judge, details, explain)
     else:
         kind = "absent"
-        while kind == "absent":  # from a round that was over before this rank came
+        # A round that was over before this rank came counts it as absent: it goes on to the next.
+        while kind == "absent":
             this = _Round(store, rounds[waits.purpose])
             waits.wait(this, [this.opened], lambda: [0])
             rounds[waits.purpose] += 1
@@ -437,8 +434,7 @@ def _preside(
     details: str,
     explain: Callable[[int, str, str], str] | None,
 ) -> tuple[str, str]:
-    """Lead a round as the first rank; return how it ends: ``_OK``, "gone", or the name of an error's class; and a
-    text."""
+    """Lead a round as the first rank. Return how it ends (``_OK``, "gone" or an error's class) and a text."""
     store, group = this.store, waits.group
     keys = [this.payload(rank) for rank in range(1, group.size())]
 
@@ -493,9 +489,10 @@ def _kind_of(error: RuntimeError) -> str:
 
 
 def _tidy(group: dist.ProcessGroup, purpose: str) -> None:
-    """Delete the keys of rounds that no rank can ask for any more, now that all ranks have arrived at one. The keys of
-    a round that some ranks missed stay until all meet for the same purpose: those ranks count on from there."""
+    """Delete the keys of rounds that no rank can ask for any more, now that all ranks have arrived at a later one."""
     known = kept_for(group, _Rendezvous).leftovers
+    # Ranks that are here have read the rounds before. A round that some ranks missed stays until all meet for the same
+    # purpose: those ranks count on from there.
     for this in (*known.pop("", []), *known.pop(purpose, [])):
         this.delete()
 

@@ -116,8 +116,7 @@ PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, 
 
 
 def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same memory, in a dtype that every backend can gather, and can reduce unless it holds integers
-    (complex numbers travel as pairs)."""
+    """A view of the same memory, in a dtype that every backend can gather, and can reduce unless it holds integers."""
     if tensor.dtype.is_complex:
         return torch.view_as_real(tensor).view(-1)
     if tensor.dtype.itemsize == 1 or tensor.dtype in _AS_BYTES:
@@ -126,10 +125,10 @@ def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """The device where a tensor on ``device`` must be for collectives of ``group``, which may have no backend for host
-    memory (NCCL alone)."""
+    """The device where a tensor on ``device`` must be for collectives of ``group``."""
     if device.type != "cpu":
         return device
+    # NCCL alone has no backend for host memory.
     types = group_device_types(group)
     if not types or "cpu" in types:
         return device
@@ -172,8 +171,7 @@ class Transport:
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        """Fill ``whole`` with the equal shards of all ranks, in their order; ``shard`` may be this rank's part of
-        it."""
+        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's part of it."""
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
         return self.group._allgather_base(whole, shard, _ALL_GATHER)
@@ -214,6 +212,7 @@ class Transport:
         is_even = len(lengths) == 1 and [*ranges] == sorted(ranges)
         if is_everywhere and is_even:
             assert whole is not None
+            # Memory is sent as it is: a conjugate that torch has only marked as one must be computed first.
             self.all_gather(whole, part.resolve_conj(), label).wait()
         elif is_everywhere:
             assert whole is not None

@@ -1,8 +1,7 @@
 """``install()``: rebind FSDP2's names to ours, in torch and in packages that have imported them.
 
 Names are rebound by identity: every global of every imported module that is FSDP2's ``fully_shard``, ``FSDPModule``,
-and so on. Modules imported later get ours from ``torch.distributed.fsdp``. torch's own implementation keeps its names,
-and so does Dynamo, whose guards ask whether a class is one of FSDP2's.
+and so on. Modules imported later get ours from ``torch.distributed.fsdp``.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ _OURS: dict[str, Any] = {  # by their names in FSDP2
 _PIPELINING = "torch.distributed.pipelining"
 # These import the names when they are imported, so ``install()`` imports them first.
 _IMPORTED = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", _PIPELINING)
+# torch's own implementation keeps its names, and so does Dynamo, whose guards ask whether a class is one of FSDP2's.
 _LEFT_ALONE = (fsdp2.__name__, "torch.distributed._composable.replicate_with_fsdp", "torch._dynamo", __package__)
 
 _rebound: list[tuple[ModuleType, str, Any]] = []
@@ -95,8 +95,7 @@ def uninstall() -> list[str]:
 
 
 def _of_others() -> dict[int, Any]:
-    """Return replacements for functions and classes of other packages that depend on FSDP2's parameter layout, by the
-    id of the original."""
+    """Return replacements for what depends on FSDP2's parameter layout in other packages, by the id of the original."""
     from .. import pipelining as of_pipelines  # late: torch's pipelining is slow to import
 
     ours: dict[int, Any] = {

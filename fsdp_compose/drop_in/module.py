@@ -351,10 +351,9 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 def refuse_clash(modules: Iterable[nn.Module]) -> None:
-    """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method.
-
-    Modules that torch made data-parallel have some; ``fully_shard`` refuses them for that reason."""
+    """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method."""
     for module in modules:
+        # It has some, but fully_shard() refuses it for being data-parallel already.
         if data_parallelism_of_torch(module):
             continue
         # Not hasattr(): wrappers forward attributes of the module inside them.

@@ -47,15 +47,14 @@ else:
 
 
 def own_policy(given: object) -> _OwnPolicy:
-    """Convert torch's policy to ours; ours is returned as it is.
-
-    If ``reduce_dtype`` is left out, torch before 2.15 reduces in ``param_dtype``, and later versions in the dtype of
-    the gradient, as our policy does on every torch. A policy of torch's keeps its meaning.
+    """Convert torch's policy to ours, which means the same; ours is returned as it is.
 
     Raises:
         TypeError: ``given`` is neither.
     """
     policy = as_ours(_OwnPolicy, given, "fully_shard(mp_policy=...)")
+    # If ``reduce_dtype`` is left out, torch before 2.15 reduces in ``param_dtype``, and later versions in the dtype of
+    # the gradient, as our policy does on every torch.
     if isinstance(given, _OwnPolicy) or _HAS_OVERRIDE or policy.reduce_dtype is not None:
         return policy
     return _OwnPolicy(
@@ -141,6 +140,7 @@ def fully_shard(
             check_fully_shard(inner, ignored_params=ignored, **arguments)
         groups.append((modules, options | {"mesh": mesh}))
         check_fully_shard(modules, ignored_params=ignored | inner_params, **groups[-1][1])
+    # All groups were checked above, so that none is made if another one is refused.
     for members, arguments in groups:
         _own(members, ignored_params=ignored, **arguments)
         bind_methods(members)

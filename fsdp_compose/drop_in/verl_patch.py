@@ -15,9 +15,10 @@ from ..checkpoint import ModelNames, agree, group_of
 Kept = tuple[torch.Tensor, Any]  # this rank's part of a parameter, and its spec, None for a plain parameter
 
 
+# Checked with verl 0.9.1.
 def fsdp2_sharded_load_from_cpu(model: nn.Module, cpu_sharded_state: dict[str, Kept], target_spec: Any) -> None:
-    """verl's function of this name (checked with 0.9.1), which also compares each parameter with its kept part, on all
-    ranks and before it writes to any parameter. Collective.
+    """verl's function of this name, which also compares each parameter with its kept part, on all ranks and before it
+    writes to any parameter. Collective.
 
     Args:
         model: the model, sharded as it was when its parts were kept.

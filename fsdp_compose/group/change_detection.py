@@ -61,6 +61,8 @@ class ChangeDetector:
         self._counters = [tensor for handle in handles for tensor in handle.unsharded.counters]
         self._versions = self._present_versions()
         self._has_meta = any(handle.unsharded.is_meta for handle in handles)
+        # Without the root's own group: its module's attributes lead to the object that holds this one, and the cycle
+        # would keep the model alive.
         self._keepers = {id(state.swap.kept): weakref.ref(state) for state in states[1:]}
         self._quiet = BatchedKeptTensors([state.swap.kept for state in states[1:]])
 
@@ -124,10 +126,7 @@ class ChangeDetector:
 
 
 class _Memory:
-    """Where the elements of sharded parameters are.
-
-    A parameter that is given other memory gets another local tensor; a local tensor can also be pointed to other memory
-    itself. So both the identities and the addresses are compared."""
+    """Where the elements of sharded parameters are."""
 
     __slots__ = ("_addresses", "_filled", "_locals", "_params")
 
@@ -141,6 +140,8 @@ class _Memory:
         self._addresses = [*map(_data_ptr, self._filled)]
 
     def is_same(self) -> bool:
+        # A parameter that is given other memory gets another local tensor, but a local tensor can also be pointed to
+        # other memory itself: compare identities, then addresses.
         return (
             all(map(is_, map(local_elements, self._params), self._locals))
             and [*map(_data_ptr, self._filled)] == self._addresses
@@ -230,8 +231,8 @@ class Replacement(NamedTuple):
 
 
 def find_replacements(swaps: Iterable[ParameterSwap], modules: Iterable[nn.Module]) -> list[Replacement]:
-    """The parameters that replace those of some groups, besides those that ``take_over_assigned`` takes over. Leaves
-    out parameters that ``modules`` show elsewhere too, because these would be new ties. Local."""
+    """The parameters that replace those of some groups, besides those that ``take_over_assigned`` takes over; but not
+    those that ``modules`` show elsewhere too. Local."""
     num_shown = Counter(value for module in {*modules} for value in module._parameters.values() if value is not None)
     found = []
     for swap in swaps:
@@ -240,6 +241,7 @@ def find_replacements(swaps: Iterable[ParameterSwap], modules: Iterable[nn.Modul
             owned.setdefault(handle.sharded_params[index], []).append((params, name))
         for own, places in owned.items():
             given, *others = {params.get(name) for params, name in places}
+            # A parameter that is shown elsewhere too would be a new tie.
             if given is None or others or num_shown[given] > len(places):
                 continue
             if _can_replace(given, own):

@@ -26,8 +26,9 @@ LOADED = "no collective but a load_state_dict() of whole tensors"
 UNSHARDED_DIFFER = "no collective but a look at the unsharded parameters that a parametrization was put on"
 
 
+# Integers, because Python salts the hashes of strings, and of other enums, in each process.
 class Kind(IntEnum):
-    """What an entry says. Integers, because Python salts the hashes of strings, and of other enums, in each process."""
+    """What an entry says."""
 
     # collectives of a group
     ALL_GATHER = 0
@@ -179,7 +180,8 @@ class CollectiveLog:
         return self.num_collectives + self._num_entries()
 
     def _num_entries(self) -> int:
-        """How many entries are collectives; the others are notes, which one rank may make alone."""
+        """How many entries are collectives."""
+        # One rank may make notes alone, and its count must still be that of the others.
         return len([entry for entry in self.entries if entry.kind <= Kind.FOLDED])
 
     def hash(self, root: OrderedRoot, place: Entry) -> int:
@@ -237,10 +239,8 @@ class CollectiveLog:
         return self.num_roots
 
     def entries_as_text(self, root: OrderedRoot, place: Entry) -> list[str]:
-        """The entries since the last exchange and the ``place`` that ``root`` is at, a line each: entry, meaning,
-        model.
-
-        Only the entries say whether ranks differ: a model may be gone, and have no name, on some ranks only."""
+        """The entries since the last exchange and the ``place`` of ``root``, a line each: entry, meaning, model."""
+        # Only the entries tell ranks apart: a model may be gone, and have no name, on some ranks only.
         now = f"{PLACES[place]}\t{root.label}" if place in PLACES else self._as_text(place)
         return [*(f"{item}\t{self._as_text(item)}" for item in self.entries), f"{place} {root.number}\t{now}"]
 
@@ -314,10 +314,10 @@ def _shape_of(state: Group) -> list[tuple[list[str], int]]:
 
 def judge_places(places: Sequence[str]) -> str:
     """Compare the ``place_of`` of all ranks, to see whether they start with the same one of several equal models.
-
-    Returns an error text, or an empty one. If ranks have different numbers of waiting groups (some have made or dropped
-    models alone), positions among these mean nothing and are not compared."""
+    Returns an error text, or an empty one."""
     earlier, positions, counts = zip(*(place.split() for place in places), strict=True)
+    # If ranks have different numbers of waiting groups (some have made or dropped models alone), positions among these
+    # mean nothing.
     for found, is_telling in ((earlier, True), (positions, len(set(counts)) == 1)):
         if is_telling and len(set(found)) > 1:
             rank = next(rank for rank, value in enumerate(found) if value != found[0])
@@ -330,6 +330,6 @@ def judge_places(places: Sequence[str]) -> str:
 
 
 def order_hash(entries: Sequence[Entry], seed: int) -> int:
-    """A hash of a sequence of entries. It is the same in every process: Python salts the hashes of strings, not of
-    integers."""
+    """A hash of a sequence of entries, the same in every process."""
+    # Entries consist of integers, whose hashes Python does not salt.
     return hash((seed, len(entries), *entries))

@@ -93,8 +93,8 @@ class LockstepCommunicator(Communicator):
         return super().reduce(handle, is_kept, averages)
 
     def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
-        """Accumulation communicates only sums over tensor-parallel ranks. Only these ranks agree, because the others
-        may have used other groups."""
+        """Accumulate, which communicates only sums over tensor-parallel ranks."""
+        # Only the ranks of a sum agree on it: the others may have used other groups.
         state = state_of(handle)
         root: Root | None = None if state is None else state.root
         for group, terms in _sums_of(handle):
@@ -146,11 +146,10 @@ class LockstepCommunicator(Communicator):
                 raise
 
     def announce_recovery(self, root: object) -> None:
-        """Meet all ranks before they discard an iteration that was interrupted on this rank.
-
-        Ranks that are elsewhere learn about it here and raise; this rank waits until they come here too."""
+        """Meet all ranks before they discard an iteration that was interrupted on this rank."""
         assert isinstance(root, Root)
         mesh = root.mesh
+        # Ranks that are elsewhere learn of the interruption here and raise. Meet again until they come to recover too.
         while mesh.has_peers and _compare(mesh.peers, _RECOVERY, None, timeout=RECOVERY_TIMEOUT):
             pass
 
@@ -334,7 +333,8 @@ def _others_wait(group: dist.ProcessGroup, count: int) -> bool:
 
 
 def _say_that_this_rank_waits(group: dist.ProcessGroup, count: int) -> None:
-    """A rank that is late between iterations then logs where it is, without waiting for longer."""
+    """Tell the other ranks that this one waits."""
+    # One that is late between iterations then logs where it is, without waiting ``BETWEEN`` times as long.
     store = _waiting(group)
     if store is not None:
         store.set(_AFTER, str(count))

@@ -32,7 +32,7 @@ def _annotate_modules_for_dynamo(module: nn.Module, ignored_modules: set[nn.Modu
     """Mark every module in the tree under ``module`` as managed, except those in ``ignored_modules``.
 
     Dynamo then reads a marked module's parameters at each call instead of building them into the graph, and shares
-    one graph among equal modules. It needs both marks: without ``_fsdp_use_orig_params`` it makes no graph at all.
+    one graph among equal modules.
 
     Args:
         module: root of the tree.
@@ -41,6 +41,7 @@ def _annotate_modules_for_dynamo(module: nn.Module, ignored_modules: set[nn.Modu
     """
     for submodule in module.modules():
         if submodule not in ignored_modules:
+            # Both marks: without the second one Dynamo makes no graph at all.
             submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
             submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
 

@@ -130,8 +130,8 @@ class ForwardState:
     look_gaps: list[int] = field(default_factory=lambda: [1, 1])
 
     def pass_by(self, last: int) -> None:
-        """Forget uses up to forward number ``last``, after a backward that got that far: a use that it skipped must not
-        hold up a later reduction."""
+        """Forget uses up to forward number ``last``, after a backward that got that far."""
+        # A use that it skipped must not hold up a later reduction.
         self.awaiting_backward = [number for number in self.awaiting_backward if number > last]
 
 

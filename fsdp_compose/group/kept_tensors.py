@@ -162,14 +162,11 @@ class KeptTensors:
 
 
 class BatchedKeptTensors:
-    """The groups of a root on whose modules the last forwards have changed nothing.
-
-    They are searched together, at the end of the outermost forward. Doing it group by group costs ten times as much,
-    mostly because the modules are no longer in the CPU's caches.
+    """The groups of a root on whose modules the last forwards have changed nothing. They are searched together, at the
+    end of the outermost forward.
 
     Args:
-        groups: all groups of the root but the root's own: its module's attributes lead to the object that holds this
-            one, and the cycle would keep the model alive.
+        groups: all groups of the root but the root's own.
     """
 
     def __init__(self, groups: Sequence[KeptTensors]) -> None:
@@ -203,6 +200,8 @@ class BatchedKeptTensors:
         """The groups on whose modules something has changed; from now on these are searched one by one again."""
         if max(map(_num_same, self._others), default=0) >= _QUIET_AFTER:
             self._rebuild()
+        # One pass over all groups. Group by group it costs ten times as much, mostly because the modules are no longer
+        # in the CPU's caches.
         if self._are_same():
             return ()
         changed = [group for group in self._quiet if group._has_changed(group.namespaces())]
@@ -243,8 +242,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value`` that are part of a graph. ``value`` is a tensor, a collection, or an object with
-    attributes."""
+    """The tensors of a graph in ``value``, which is a tensor, a collection, or an object with attributes."""
     if isinstance(value, torch.Tensor):
         return [value] if value.grad_fn is not None else []
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,7 @@
 """Hooks around the steps of every optimizer in the process, and the count of steps, which all ranks must make together.
 
 The hooks are torch's global ones, so they also run for optimizers that have nothing to do with this package. The
-control exchange compares the count.
-
-Note [Compiled steps]. Under ``torch.compile(optimizer.step)`` Dynamo traces the hooks. For an optimizer that has none
-of our parameters they must leave nothing in the graph. For other optimizers they must run in Python at every step: the
-graph breaks before them, and the arithmetic of the step is compiled by itself."""
+control exchange compares the count."""
 
 from __future__ import annotations
 
@@ -48,8 +44,11 @@ def after_every_step(hook: Callable[[Optimizer], None]) -> None:
 def _for_ours(hook: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, Any], None]:
     hook = never_traced(hook)
 
+    # Under torch.compile(optimizer.step) Dynamo traces this. For an optimizer that has none of our parameters it must
+    # leave nothing in the graph. For others the hook must run in Python at every step: the graph breaks before it, and
+    # the arithmetic of the step is compiled by itself.
     def call(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not _is_compiling() or _has_ours(optimizer):  # see Note [Compiled steps]
+        if not _is_compiling() or _has_ours(optimizer):
             hook(optimizer)
 
     return call
@@ -128,6 +127,7 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
     for module in [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]:
         own = {id(param): name for name, param in module.named_parameters() if id(param) in names}
         state = get_state(module)
+        # What torch's own data parallelism reduces, or the user does (ignored_params), does not drift apart.
         if data_parallelism_of_torch(module):
             names = {key: names[key] for key in names.keys() - own.keys()}
         elif state is not None:
@@ -161,8 +161,7 @@ def restart_counts(root: Root) -> None:
 
 
 def steps_to_compare(root: Root) -> int | None:
-    """The largest number of steps of one optimizer since the last exchange, at most 255; ``None`` as in
-    ``num_steps``."""
+    """The most steps of one optimizer since the last exchange, up to 255; ``None`` as in ``num_steps``."""
     steps = root.steps
     if steps is None or not holds_elements(root):
         return None
@@ -187,8 +186,7 @@ def holds_elements(root: Root) -> bool:
 
 
 def raise_different_steps(root: Root) -> None:
-    """Raise, on every rank, an error that says how many steps each rank has made. Ranks: all know of the difference
-    and call this."""
+    """Raise, on every rank, an error with the number of steps of each. Ranks: all, which know that they differ."""
     steps = steps_to_compare(root)
     group = root.mesh.peers
     root.order.close()

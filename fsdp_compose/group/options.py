@@ -71,8 +71,7 @@ class GroupOptions(OptionsForGood):
     backward_prefetch: Modules | None = None
 
     def of_a_copy(self) -> GroupOptions:
-        """The options of a copy of the group: without those that a context or call will undo, or that refer to other
-        modules."""
+        """The options for a copy of the group: not those that a context or call will undo, or that name modules."""
         return replace(self, keeps_unsharded=False, is_held=False, forward_prefetch=None, backward_prefetch=None)
 
     def reshards(self, is_outermost: bool) -> bool:
@@ -97,8 +96,7 @@ class GroupOptions(OptionsForGood):
         return self.is_held or not self.reshard_after_backward
 
     def follows_writes(self) -> bool:
-        """Whether a group that is already gathered when an iteration begins is gathered again only if the ranks have
-        written to its sharded parameters."""
+        """Whether a group that an iteration finds gathered is gathered again only if ranks have written to it."""
         return self.keeps_unsharded or self.is_held or not self.reshard_after_backward
 
     def facts(self, is_outermost: bool) -> dict[str, Any]:
@@ -211,8 +209,7 @@ class Strategy:
         return self.optimizer == (S, S)
 
     def reshards(self, sizes: Sequence[int]) -> bool | int | None:
-        """The ``reshard_after_forward`` and ``reshard_after_backward`` on a mesh of these ``sizes``; ``None``: the
-        defaults."""
+        """``reshard_after_forward`` and ``reshard_after_backward`` on a mesh of ``sizes``; ``None``: the defaults."""
         if self.parameters == self.optimizer:
             return None
         holders = math.prod(size for size, kept in zip(sizes, self.parameters, strict=True) if kept is S)

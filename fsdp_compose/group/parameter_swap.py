@@ -1,10 +1,9 @@
 """Which parameters a module shows: the sharded ones outside ``forward``, the unsharded ones inside.
 
 Every module that holds parameters of a group has two prepared ``_parameters`` dicts: its own, with the sharded
-parameters, and one with the unsharded parameters in the same slots. A swap assigns one or the other to the module. This
-is one write per module, and the only way that Dynamo can trace (swapping entry by entry fails there). Entries that the
-group does not own are in both dicts. Lists in which a module caches its weights (``nn.RNN._flat_weights``) are swapped
-the same way.
+parameters, and one with the unsharded parameters in the same slots. A swap assigns one or the other to the module.
+Entries that the group does not own are in both dicts. Lists in which a module caches its weights
+(``nn.RNN._flat_weights``) are swapped the same way.
 
 If the user replaces, adds or removes a parameter, an error names it: a change outside forward raises at the start of
 the next iteration, a change inside forward at the end of the outermost forward.
@@ -212,6 +211,7 @@ class ParameterSwap:
         self.num_shows += 1
         if self.num_shows > 1:
             return
+        # One write a module, of a whole dict: Dynamo cannot trace a swap entry by entry.
         for namespace, key, _, unsharded in self._writes:
             namespace[key] = unsharded
         for ref, key, _, unsharded in self._root_writes:
@@ -328,8 +328,8 @@ _OWN_ATTRIBUTES = (SHARDED_PARAMS, _ASIDE, _OWN, *MARKS)
 
 
 def guard_state_dict(module: nn.Module, fqn: str) -> None:
-    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at all times, including
-    inside forward and after a KeyboardInterrupt (which skips post-forward hooks)."""
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at all times."""
+    # Even inside forward, and after a KeyboardInterrupt, which skips post-forward hooks.
     if SHARDED_PARAMS not in module.__dict__:
         module.register_state_dict_pre_hook(_show_sharded)
         module.register_state_dict_post_hook(_show_what_was)
@@ -341,8 +341,7 @@ def guard_state_dict(module: nn.Module, fqn: str) -> None:
 
 
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """With ``assign=True``, let the sharded parameters take over the values that would replace them, and keep their
-    slots. So optimizers keep training the parameters that the modules use."""
+    """With ``assign=True``, let sharded parameters take over the values that would replace them, in their slots."""
     fqn, sharded_params = module.__dict__[_OWN]
     given = {name: state_dict[prefix + name] for name in sharded_params if prefix + name in state_dict}
     is_assigned = bool(metadata.get("assign_to_params_buffers"))
@@ -351,6 +350,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, meta
         if is_assigned:
             check_content(sharded_params[name], value, _join(fqn, name))
     notice_load((sharded_params[name], value) for name, value in given.items())
+    # In its slot the value itself would be a parameter that no optimizer trains.
     if is_assigned:
         for name, value in given.items():
             take_content(sharded_params[name], value)

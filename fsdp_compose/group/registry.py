@@ -94,10 +94,10 @@ def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
-    """Every state under ``module`` that the runtime drives, with the name of its module. Unlike ``_get_fsdp_states`` it
-    skips nothing: a sharded child of a replicated parent must run."""
+    """Every state under ``module`` that the runtime drives, with the name of its module."""
     names = {submodule: name for name, submodule in module.named_modules()}
     found: dict[_FSDPState, str] = {}
+    # Skips nothing, unlike _get_fsdp_states(): a sharded child of a parent that torch's replicate() manages must run.
     for submodule in _walk(module, stop_at_incompatible=False):
         state = get_state(submodule)
         if state is not None and state not in found:
@@ -106,9 +106,9 @@ def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
 
 
 def modules_to_run(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module under ``module`` with its name, except modules that an incompatible API (torch's ``replicate``)
-    manages, because that API is responsible for their parameters."""
+    """Every module under ``module`` with its name, except those of an incompatible API (torch's ``replicate``)."""
     names = {submodule: name for name, submodule in module.named_modules()}
+    # That API is responsible for the parameters of its modules.
     return [(names[submodule], submodule) for submodule in _walk(module, stop_at_incompatible=True)]
 
 
@@ -249,8 +249,7 @@ def unsharded_tensors(
 def ties_with_other_groups(
     fqns: dict[nn.Module, str], ignored: set[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Slots that hold a parameter which an earlier call has sharded elsewhere (tied weights), with the sharded
-    parameter that belongs there."""
+    """Slots of parameters that an earlier call has sharded elsewhere (tied weights), with the sharded one for each."""
     return [
         (module, name, param.__dict__[SHARDED_PARAM_ATTRIBUTE])
         for module in fqns
@@ -314,8 +313,7 @@ def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]
 
 
 def _buckets(kind: Sequence[ManagedParameter], bucket_bytes: int) -> list[list[ManagedParameter]]:
-    """Buckets of adjacent parameters, about ``bucket_bytes`` each, from the last parameters to the first. The first
-    bucket is small."""
+    """Buckets of adjacent parameters, from the last to the first, of about ``bucket_bytes``; the first one is small."""
     buckets: list[list[ManagedParameter]] = []
     room = 0
     for item in reversed(kind):

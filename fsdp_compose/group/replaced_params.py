@@ -71,8 +71,7 @@ def _before_step(optimizer: Optimizer) -> None:
 
 
 def _shard_plain_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Shard plain gradients that the user has assigned to sharded parameters, assuming that they are equal on all
-    ranks."""
+    """Shard plain gradients that the user assigned to sharded parameters; they are assumed equal on all ranks."""
     for param in params:
         grad = param.grad
         if isinstance(param, RaggedDTensor) and type(grad) is torch.Tensor:
@@ -80,17 +79,16 @@ def _shard_plain_gradients(params: Sequence[torch.Tensor]) -> None:
 
 
 def rebind_live_optimizers() -> None:
-    """Rebind all live optimizers, at the first forward after ``fully_shard``.
-
-    Code that looks at an optimizer's parameters before its first step (``zero_grad()``, ``GradScaler``) must find the
-    sharded ones. An optimizer whose state cannot be converted raises when it steps. The search takes 0.1 s, so it is
-    skipped if no replaced parameter is still alive."""
+    """Rebind all live optimizers, at the first forward after ``fully_shard``."""
+    # The hook before steps would find them too, but code may look at an optimizer's parameters before its first step
+    # (zero_grad(), GradScaler).
     is_any_alive = any(ref() is not None for ref in _replaced)
     _replaced.clear()
-    if not is_any_alive:
+    if not is_any_alive:  # spares the search, which takes 0.1 s
         return
     for item in gc.get_objects():
         if issubclass(type(item), Optimizer) and "param_groups" in item.__dict__:
+            # If its state cannot be converted, it raises when it steps.
             with contextlib.suppress(UnshardableStateError):
                 rebind_optimizer(item)
 

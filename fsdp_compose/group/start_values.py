@@ -57,9 +57,7 @@ class _Load:
 
 
 def sample_start(managed: Sequence[ManagedParameter], handle: FlatParamHandle) -> None:
-    """Keep a sample of the parameters that ``handle`` has just been made from. Local, and without waiting for a device.
-
-    Parameters without values yet (meta), and those whose ranks hold different parts (DTensors), have none."""
+    """Keep a sample of the parameters that ``handle`` was just made from. Local, without waiting for a device."""
     mesh, shard = handle.mesh, handle.shard
     if mesh.shard_world_size == 1 or mesh.is_simulated or shard.is_meta or os.environ.get(CHECK_ENV) == "0":
         return
@@ -70,6 +68,7 @@ def sample_start(managed: Sequence[ManagedParameter], handle: FlatParamHandle) -
     with torch.no_grad():
         for item in managed:
             before = len(parts)
+            # The ranks of a DTensor hold different parts of it.
             if not isinstance(item.parameter, DTensor):
                 parts += _some(plain_tensor(item.parameter).detach().reshape(-1))
             sizes.append(sum([part.numel() for part in parts[before:]]))
@@ -86,8 +85,7 @@ def _some(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def digest_of(whole: torch.Tensor, dtype: torch.dtype | None = None) -> str:
-    """A digest of some elements of a whole parameter, in ``dtype`` if it is given; empty if ranks may start from
-    different values."""
+    """A digest of some elements of a whole parameter, in ``dtype`` if given; empty if ranks may start differently."""
     if os.environ.get(CHECK_ENV) == "0":
         return ""
     elements = torch.cat(_some(whole.reshape(-1))).to(dtype or whole.dtype).cpu()
@@ -95,14 +93,14 @@ def digest_of(whole: torch.Tensor, dtype: torch.dtype | None = None) -> str:
 
 
 def notice_load(given: Iterable[tuple[nn.Parameter, Any]]) -> None:
-    """Called when ``load_state_dict()`` is about to write each value to a sharded parameter. Composite parameters are
-    left out: their own class reads what they are given."""
+    """Called when ``load_state_dict()`` is about to write each value to a sharded parameter."""
     by_handle: dict[FlatParamHandle, dict[int, str]] = {}
     for sharded, value in given:
         place = handle_of(sharded)
         if place is None or place[0].mesh.peers.size() == 1 or place[0].mesh.is_simulated:
             continue
         handle, index = place
+        # What a composite parameter is given is read by its own class, so there are no elements to compare.
         if _is_whole(value, sharded) and not handle.kind.codec.is_composite:
             by_handle.setdefault(handle, {})[index] = digest_of(plain_tensor(value).detach(), sharded.dtype)
         elif (load := known_for(handle, _Load)) is not None:
@@ -137,8 +135,8 @@ def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
 
 def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState], replaced: Set[nn.Parameter]) -> None:
     """Check that the ranks of each shard group started from equal parameters, or have loaded equal ones. Parameters
-    that have been written to otherwise since ``fully_shard``, on any rank, are not compared: a sharded checkpoint was
-    loaded, or they were initialized there. Nor are those that were ``replaced``.
+    that have been written to otherwise since ``fully_shard``, on any rank, are not compared, nor are those that were
+    ``replaced``.
 
     Ranks: all peers of ``mesh``, with equal groups.
 
@@ -150,6 +148,7 @@ def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState], replace
         return
     purpose, compares = "first forward: comparing the values that ranks start from", os.environ.get(CHECK_ENV) != "0"
     found = [item for handle in handles for item in _digests(handle, replaced)] if compares else []
+    # Usually all are equal, which one hash tells. Only otherwise each rank sends a digest of every parameter.
     digest = hashlib.sha256(json.dumps([each for _, _, *each in found]).encode()).hexdigest()
     if meet(mesh.peers, purpose, digest, lambda payloads: "differ" if len({*payloads}) > 1 else ""):
         verdict = meet(mesh.peers, purpose, json.dumps(found), _judge)
@@ -175,6 +174,7 @@ def _digests(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[t
 def _digests_at_start(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[tuple[str, str, str]]:
     place = str(min(dist.get_process_group_ranks(handle.mesh.shard_group)))
     sample = known_for(handle, _Sample)
+    # Written to since: a sharded checkpoint was loaded, or the parameters were initialized after fully_shard().
     if sample is None or sample.version != handle.shard._version or handle.was_moved():
         yield from ((place, name, "") for name in handle.names)
         return
@@ -224,10 +224,11 @@ _ELSEWHERE = "-"  # loaded, but written to since
 
 
 def _differs(by_value: dict[str, list[int]], loaded: set[str]) -> bool:
-    """Whether ranks have different digests. A rank without one may have been written to in a way that is right; but not
-    if others have just loaded whole tensors, and it has not."""
+    """Whether ranks have different digests."""
     if _ELSEWHERE in by_value:
         return False
+    # A rank without a digest may have been written to in a way that is right, but not if others have just loaded whole
+    # tensors, and it has not.
     return len(by_value) > 1 and ("" not in by_value or bool(loaded - {""}))
 
 

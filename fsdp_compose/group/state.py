@@ -206,13 +206,12 @@ class _FSDPState(ComposableState):
             )
 
     def refuse_unseen_backward(self) -> None:
-        """Raise if backward has entered the group before any of the group's hooks ran.
-
-        It may have computed with memory that was freed, or that an all-gather was still filling. If such memory refuses
-        access (``is_guarded``), this cannot happen: gradients that need no parameters (that of a bias) are correct."""
+        """Raise if backward has entered the group before any of the group's hooks ran, and may have computed with
+        memory that was freed, or that an all-gather was still filling."""
         if self.persistent.is_unhooked or not self.place.reshards_after_forward:
             return
         for handle in self._handles:
+            # Guarded memory refuses such access, so the gradients that are there needed no parameters (that of a bias).
             if not (handle.unsharded.memory.is_guarded or handle.unsharded.never_freed) and handle.unsharded.has_grad():
                 raise MisuseRuntimeError(
                     f"a backward entered the fully_shard group {self.name} without passing its module's outputs, while "
@@ -234,8 +233,7 @@ class _FSDPState(ComposableState):
         return any([handle.unsharded.was_written() for handle in self._handles])
 
     def check_after_forward(self) -> None:
-        """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one. Such a change
-        would be lost when the group is resharded."""
+        """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one."""
         self.swap.check_unsharded_slots()
         for handle in self._handles:
             if handle.unsharded.was_written():
@@ -268,8 +266,7 @@ class _FSDPState(ComposableState):
         self.apply_options()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
-        """The state for a copy of the group's modules, which are being copied: a group of its own that has not run yet.
-        Its ``swap`` is prepared when the copies are complete, at their first forward."""
+        """The state for the copies of the group's modules: a group of its own that has not run yet."""
         root = self.root
         is_in_backward = root is not None and (root.backward is not None or root.failed_backward is not None)
         if self.progress.running_forwards or self.backward.active_uses or is_in_backward:
@@ -277,6 +274,7 @@ class _FSDPState(ComposableState):
                 f"copy.deepcopy(): a forward or backward of the fully_shard group {self.name} is running (or was "
                 "interrupted): copy the model between iterations"
             )
+        # Without a ``swap``, which is prepared at the first forward: the copies of the modules are not complete yet.
         twin = _FSDPState()
         memo[id(self)] = twin
         twin.fqn, twin.mesh, twin.serial = self.fqn, self.mesh, self.serial
@@ -374,8 +372,7 @@ class Scheduler(Protocol):
         """An outermost forward begins."""
 
     def refresh_kept(self, root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
-        """An outermost forward begins, and a flat parameter is still gathered: gather it again if it may be out of
-        date."""
+        """An outermost forward begins, with a flat parameter still gathered: gather again if it may be out of date."""
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         """A forward of a group begins: count it (``Forward.enter``), gather the group, and prefetch the next one."""
@@ -549,10 +546,9 @@ class Root:
 
     @property
     def detector(self) -> ParameterDetector | None:
-        """The ``ChangeDetector`` of all groups; ``None`` if the root module no longer exists.
-
-        It is kept on the root's own state, not here: it refers to modules, which refer to their states, which refer to
-        this root, and the cycle would keep the model alive."""
+        """The ``ChangeDetector`` of all groups; ``None`` if the root module no longer exists."""
+        # It is kept on the root's own state, not here: it refers to modules, which refer to their states, which refer
+        # to this root, and the cycle would keep the model alive.
         if len(self.parts) == 1:
             owner = self.states[0]()
             return None if owner is None else owner.detector

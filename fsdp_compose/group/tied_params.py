@@ -136,12 +136,12 @@ def _names_of_ties(
 
 
 def _innermost_around(modules: set[nn.Module], states: Sequence[_FSDPState], root: nn.Module) -> _FSDPState | None:
-    """The innermost group that lies on every path from the root to ``modules``. All paths count, because a module that
-    is in several places may be called in each of them."""
+    """The innermost group that lies on every path from the root to ``modules``."""
     around = None
     for state in states:
         tops = state.live_modules()
         inside = {item for top in tops for item in top.modules()}
+        # On every path: a module that is in several places may be called in each of them.
         if modules <= inside and modules.isdisjoint(_reachable(root, without=set(tops))):
             around = state
     return around
@@ -185,8 +185,8 @@ def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> Non
 
 
 def _add(state: _FSDPState, kinds: dict[nn.Parameter, ParameterKind]) -> None:
-    """Add parameters to a group, in flat parameters of their own: the others, and the optimizer state for them, stay as
-    they are."""
+    """Add parameters to a group, in flat parameters of their own."""
+    # So the others, and the optimizer state for them, stay as they are.
     _set_handles(state, state._handles, kinds)
 
 

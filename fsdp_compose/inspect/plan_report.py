@@ -80,8 +80,7 @@ class CollectiveFacts:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends at least, with ring algorithms: the parts of all other ranks, twice in an
-        all-reduce."""
+        """Bytes that a rank sends at least, by ring algorithms: the parts of all others, twice in an all-reduce."""
         return (self.nbytes - self.part_bytes) * (2 if self.kind == "all-reduce" else 1)
 
 
@@ -302,8 +301,8 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 # ---- Advice: each rule is a function of the facts for one number of ranks, and quotes the figures it uses.
 
 
+# Bytes from each rank below which an all-gather takes the time of its latency: about 100 GB/s times 10 us.
 SMALL_PART = 1 << 20
-"""Bytes from each rank below which an all-gather takes the time of its latency: about 100 GB/s times 10 us."""
 _LARGE_GROUP = 0.5  # of all parameters
 _LARGE_SHARE = 0.25  # of the peak
 _SMALL_STATE = 0.1  # of the peak

@@ -133,6 +133,7 @@ class Ledger:
     def _kind_of_new(self) -> str:
         if self._kind != TEMPORARY or current_graph_task_id() == -1 or not torch.is_grad_enabled():
             return self._kind
+        # A backward that makes tensors with grad mode on recomputes a forward.
         self.has_recomputed = True
         return ACTIVATIONS
 
@@ -529,8 +530,7 @@ class _Simulation:
         )
 
     def _materialize(self, model: nn.Module) -> None:
-        """Give memory to what is on the meta device. Buffers from there have no values, as if a kernel had been
-        skipped; those that have values keep them, because forward may take its path from them."""
+        """Give memory to what is on the meta device."""
         if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             return
         buffers = [(module, *item) for module in model.modules() for item in module.named_buffers(recurse=False)]
@@ -538,10 +538,12 @@ class _Simulation:
         for module, name, buffer in buffers:
             if buffer.is_meta:
                 materialized = getattr(module, name)
+                # The program would write to it: a forward refuses unwritten buffers. What, is not known.
                 with torch.no_grad():
-                    materialized.zero_()  # the program would write to it: a forward refuses unwritten buffers
+                    materialized.zero_()
                 self._ledger.lose_values(materialized)
             else:
+                # to_empty() has replaced this one too, but forward may take its path from its values.
                 setattr(module, name, buffer)
 
     def _listen(self, model: nn.Module) -> None:

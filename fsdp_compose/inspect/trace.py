@@ -29,8 +29,7 @@ from .trace_formats import ALL_GATHERS, COMPUTE, REDUCTIONS, WAIT, TraceEvent, a
 
 
 class Clock:
-    """Makes marks. This one's are times of the host, and a collective counts as complete when the wait for it
-    returns."""
+    """Makes marks. This one's are host times, and a collective counts as complete when the wait for it returns."""
 
     def __init__(self) -> None:
         self._began = self.mark()
@@ -40,8 +39,7 @@ class Clock:
         return time.perf_counter_ns()
 
     def mark_end(self, work: Work) -> Any:
-        """Mark the completion of a collective issued on the current stream; ``None`` if only waiting for it can
-        tell."""
+        """Mark the completion of a collective on the current stream; ``None`` if only waiting for it can tell."""
 
     def stop(self) -> None:
         """End marking; ``seconds()`` may be called from here on."""

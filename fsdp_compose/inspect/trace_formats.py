@@ -57,8 +57,7 @@ class TraceEvent:
 
 
 def lanes(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
-    """Distribute the events of a track over as few lanes as possible, such that the events of a lane nest or follow
-    each other."""
+    """Distribute a track's events over as few lanes as possible, in each of which events nest or follow each other."""
     found: list[tuple[list[TraceEvent], list[TraceEvent]]] = []  # lanes, each with the events around its next one
     for event in sorted(events, key=lambda item: (item.start, -item.stop, item.begins)):
         for _, around in found:

@@ -2,12 +2,10 @@
 
 A shard is what an even ``Shard(0)`` of a 1-D tensor gives a rank, so a whole flat view is a stock ``DTensor``, and what
 torch knows about DTensors (norms, ``GradScaler``) is right on every rank. A selection of parameters is one 1-D
-``RaggedDTensor`` for each row of neighbours. With tensor parallelism no flat view is a stock ``DTensor``, because torch
-does not combine norms of several meshes.
+``RaggedDTensor`` for each row of neighbours; so is every flat view of a model with tensor parallelism.
 
 Global hooks surround the steps of every optimizer. The hook before refuses optimizers that are not known to be
-element-wise, and steps of parameters that ``module.to()`` has moved since the last forward, which would be lost. The
-hook after raises the shard's version, which fused and foreach kernels do not do on stock DTensors.
+element-wise; the hook after raises the shard's version.
 
 ``clip_grad_norm_`` uses the whole flat gradient if it got every sharded parameter of it and every ``.grad`` is our
 view. Otherwise it goes tensor by tensor, with one collective too. Padding is zero, so norms do not see it.

@@ -200,6 +200,7 @@ def flat_parameters(
             for sharded_params in ranges:
                 segment_over(owner, sharded_params, local)  # raises what there is to raise before anything is made
     _add_hooks()
+    # torch does not combine norms of several meshes, so with tensor parallelism no flat view may be a stock DTensor.
     among_cut = any(handle.tensor_parallel is not None for state in states for handle in state._handles)
     result: list[nn.Parameter] = []
     for owner, ranges in parts:
@@ -281,6 +282,7 @@ def _before_step(optimizer: Optimizer) -> None:
     if not handles:
         return
     refuse_unless_elementwise(optimizer)
+    # A step of parameters that module.to() has moved since the last forward would be lost.
     for handle in handles:
         check_segments(handle)
     if not are_untouched([handle.gradient for handle in handles]):
@@ -289,8 +291,8 @@ def _before_step(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer) -> None:
-    """Record the write. Fused and foreach kernels do not raise the versions of DTensors, and a step on flat views does
-    not raise those of the shard and the sharded parameters."""
     handles = _handles_of(optimizer)
+    # Fused and foreach kernels do not raise the versions of stock DTensors, and a step on flat views does not raise
+    # those of the shard and the sharded parameters.
     if handles:
         note_write_of_all_ranks([tensor for handle in handles for tensor in (handle.shard, *handle.sharded_params)])

@@ -1,10 +1,8 @@
-"""Optimizer state in host memory, with the step on the device: the state is copied in, stepped and copied out chunk by
-chunk.
+"""Optimizer state in host memory, with the step on the device: state is copied in, stepped and copied out in chunks.
 
 ``offload_optimizer_states`` replaces an optimizer's ``step``. For each chunk, the new ``step`` runs the optimizer's own
 step on a part of one of its parameters (a plain 1-D view) with the same part of the state. This works for every
-optimizer that treats all elements alike, in any of its implementations, and gives the same bits as the ordinary step.
-State that is one number per parameter (the step count) starts from the same value for every chunk, and changes once::
+optimizer that treats all elements alike, in any of its implementations, and gives the same bits as the ordinary step::
 
     host     |state 0|state 1|state 2|state 3|          two slots on the device:
     copy in  |   1   |   2   |   3   |
@@ -12,10 +10,6 @@ State that is one number per parameter (the step count) starts from the same val
     copy out         |   0   |   1   |   2   |   3   |
 
 Shards and gradients that are in host memory too (``CPUOffloadPolicy``) are streamed with the state.
-
-Note [Slots]. A slot's memory belongs to the compute stream. Copies into a slot wait until its previous chunk has been
-copied out. The step waits for the copies in, the copies out wait for the step, and the host waits for all copies out
-before it looks at the state.
 """
 
 from __future__ import annotations
@@ -227,6 +221,7 @@ class StreamedStep:
             sizes = [state.element_size() for state in training.states.values()] or [size] * _UNKNOWN_STATES
             per_element = sum(sizes) + size * (training.is_host + training.has_host_gradient)
             length = max(self._chunk_bytes // per_element // _ALIGNMENT, 1) * _ALIGNMENT
+            # A rank without elements of the parameter steps on an empty chunk: it has a step count like the others.
             for start in range(0, max(numel, 1), length):
                 yield _Chunk(training, start, min(start + length, numel))
 
@@ -251,6 +246,7 @@ class StreamedStep:
         training, parts = chunk.training, slot.parts
         part = nn.Parameter(parts.pop(_ELEMENTS))
         part.grad = parts.pop(_GRADIENT)
+        # What is one number per parameter (the step count) starts from the same value for every chunk: it changes once.
         state = {key: parts[key] if key in parts else _copy_of(value) for key, value in training.state.items()}
         groups, states = optimizer.param_groups, optimizer.state
         try:
@@ -285,6 +281,9 @@ class StreamedStep:
 _ELEMENTS, _GRADIENT = " elements", " gradient"  # the space keeps them apart from keys of the optimizer's state
 
 
+# Note [Slots]. A slot's memory belongs to the compute stream. Copies into a slot wait until its previous chunk has been
+# copied out. The step waits for the copies in, the copies out wait for the step, and the host waits for all copies out
+# before it looks at the state.
 class _Lane:
     """Two slots of one device, and the streams that fill and empty them."""
 
@@ -364,6 +363,7 @@ class _Lane:
 
 def _own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The ``step`` of the optimizer's class, without torch's hooks around it."""
+    # These run once for the whole step, and not for every chunk.
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -394,6 +394,7 @@ def _is_of_elements(param: torch.Tensor, key: str, value: Any) -> bool:
         return False
     if isinstance(value, DTensor):
         return True
+    # The step count of a 0-dim parameter has the parameter's shape.
     return not isinstance(param, DTensor) and value.shape == param.shape and (value.dim() > 0 or key != "step")
 
 

@@ -39,8 +39,7 @@ from ..group import (
 
 
 def raise_different_order(root: Root, place: Entry) -> None:
-    """Raise, on every rank, an error that names the first collective that differs. Ranks: all know of the difference
-    and call this.
+    """Raise, on every rank, an error that names the first difference. Ranks: all, which know that they differ.
 
     Args:
         place: where this rank is.
@@ -105,9 +104,9 @@ def raise_different_order(root: Root, place: Entry) -> None:
 
 
 def is_whole(root: Root) -> bool:
-    """Whether every rank holds all parameters of the root, so that only reductions communicate. Then ranks may run
-    unequal numbers of forwards, and of backwards that reduce nothing, and no exchange ends these: what it would compare
-    is compared at the next one."""
+    """Whether every rank holds all parameters of the root, so that only reductions communicate."""
+    # Then ranks may run unequal numbers of forwards, and of backwards that reduce nothing. An exchange at the end of
+    # these would wait for ranks that run fewer; what it would compare is compared at the next one.
     return all(
         handle.mesh.has_whole and handle.tensor_parallel is None
         for state in root.live_states()
@@ -117,6 +116,7 @@ def is_whole(root: Root) -> bool:
 
 def begin_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
     """Send what this rank has done, and the ``place`` that it is at. Ranks: all."""
+    # While a rank waits in the exchange it cannot serve one that requests an optional group of another model.
     if root.order.serve is not None:
         root.order.serve(root, OTHER_MODEL)
     root.communicator.announce_exchange(root, place)
@@ -162,10 +162,9 @@ class VersionsBefore:
             self._before.append((weakref.ref(state), state.shard_versions()))
 
     def check_forward(self) -> None:
-        """Raise if the forward has written to sharded parameters.
-
-        A graph does not know that the parameters that it gathers share memory with those that forward writes to, so it
-        may read them before or after the write."""
+        """Raise if the forward has written to sharded parameters."""
+        # A graph does not know that the parameters that it gathers share memory with those that forward writes to, so
+        # it may read them before or after the write.
         for ref, versions in self._before:
             state = ref()
             if state is not None and state.shard_versions() != versions:

@@ -1,7 +1,6 @@
 """A backward of a root, from its first hook to its end, where ranks exchange what they did and publish gradients.
 
-Autograd calls this through the hooks of a use. The buckets of a replicated group, which are averaged during backward,
-are here too."""
+Autograd calls this through the hooks of a use. A replicated group's buckets, averaged in backward, are here too."""
 
 from __future__ import annotations
 
@@ -49,6 +48,7 @@ def begin_backward(root: Root) -> Backward:
     detector = root.detector
     if detector is None or detector.was_toggled():
         follow_requires_grad_writes_before_backward(root)
+    # Activation checkpointing may run modules of these groups again before backward has passed the groups' outputs.
     for state in root.live_states():
         if state.persistent.is_unhooked or not state.place.reshards_after_forward:
             _show_throughout(backward, state)
@@ -57,8 +57,7 @@ def begin_backward(root: Root) -> Backward:
 
 
 def _show_throughout(backward: Backward, state: _FSDPState) -> None:
-    """Show the parameters of a group that has stayed unsharded, until it is reduced. Without passing the group's
-    outputs, backward may reach modules of it, to run them again for activation checkpointing."""
+    """Show the parameters of a group that has stayed unsharded, until it is reduced."""
     if all([handle.unsharded.is_allocated for handle in state._handles]) and state.swap not in backward.shown:
         backward.shown[state.swap] = None
         state.swap.show_unsharded()
@@ -75,8 +74,7 @@ def refuse_double_backward(root: Root) -> None:
 
 
 def _notice_backwards(state: _FSDPState) -> None:
-    """Hook the unsharded parameters of a group, so that a backward which passes none of the group's outputs is noticed
-    and its end is handled too."""
+    """Hook the unsharded parameters of a group, to notice a backward that passes none of the group's outputs."""
     if state.persistent.has_leaf_hooks:
         return
     state.persistent.has_leaf_hooks = True
@@ -95,8 +93,7 @@ def _notice_backwards(state: _FSDPState) -> None:
 
 
 def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
-    """Keep a group unsharded because backward can enter it unnoticed, and hook its parameters to make sure that the end
-    of backward is handled."""
+    """Keep a group unsharded because backward can enter it unnoticed, and hook its parameters to handle the end."""
     if state.persistent.is_unhooked or not state._handles:
         return
     state.persistent.is_unhooked = True
@@ -113,9 +110,7 @@ def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
 
 
 class _EndOfBackward:
-    """The callback at the end of a backward. If the backward raises, autograd drops it without calling it; then
-    ``__del__`` makes the modules show their sharded parameters again (except in running forwards) before the exception
-    reaches the user's code."""
+    """The callback at the end of a backward."""
 
     def __init__(self, root: Root, backward: Backward) -> None:
         self.root: Root | None = root
@@ -131,6 +126,8 @@ class _EndOfBackward:
             _give_up_backward(root, self._backward)
             raise
 
+    # If the backward raises, autograd drops the callback without calling it. Then modules show their sharded parameters
+    # again (except in running forwards) before the exception reaches the user's code.
     def __del__(self) -> None:
         if self.root is not None:
             _give_up_backward(self.root, self._backward)
@@ -148,8 +145,8 @@ def _give_up_backward(root: Root, backward: Backward) -> None:
 
 @never_traced
 def finish_backward(root: Root, is_inside: bool = False) -> None:
-    """Reduce the remaining groups, agree with the other ranks, and only then publish the gradients. ``is_inside``: the
-    backward ran inside a forward of the root, which may have just ended."""
+    """Reduce the remaining groups, agree with the other ranks, and publish the gradients. ``is_inside``: the backward
+    ran inside a forward of the root, which may have just ended."""
     states, backward, scheduler = root.live_states(), root.backward, root.scheduler
     assert backward is not None
     # ... or inside a recomputation.
@@ -175,6 +172,9 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     scheduler.end_backward(root)
     hide_shown(root)
     _bring_captured(root, states)
+    # Gradients are published only after this. ``None`` must mean the same on every rank, and only the exchange tells
+    # who has a gradient. It is also the last moment at which a difference between ranks can keep a wrong gradient from
+    # an optimizer.
     _exchange(root, states)
     # If a user's hook raises, some gradients are published already, different ones on each rank.
     backward.has_added = True
@@ -235,8 +235,7 @@ def _has_run_in_forward(root: Root, state: _FSDPState) -> bool:
 
 
 def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
-    """Like the method of the state, but allow a backward inside the root's forward to reach parameters of a group whose
-    forward is running."""
+    """Like the state's method, but a backward inside the root's forward may reach groups whose forward is running."""
     if not state.progress.running_forwards and not (
         root.forward.depth and state.place.index in root.forward.record.begun
     ):
@@ -245,15 +244,14 @@ def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
 
 def publish_from_inside(root: Root) -> None:
     """Reduce and publish gradients that a backward inside an outermost forward, which ends now, has left on parameters.
-
-    The forwards of these groups were running, so no hook noticed the backward. From now on their parameters have
-    hooks."""
+    From now on these parameters have hooks."""
     states = root.live_states()
     begun = {*root.forward.record.begun}
     for state in states:
         if any(handle.unsharded.has_grad() for handle in state._handles):
             if state.place.index not in begun:
                 state.refuse_unseen_backward()
+            # Its forward was still running, so its outputs had no hooks, and nothing noticed the backward.
             _notice_backwards(state)
     backward = root.begin_backward()
     try:
@@ -277,8 +275,7 @@ def reduce_accumulated(root: Root) -> None:
 
 
 def _exchange(root: Root, states: list[_FSDPState]) -> None:
-    """Agree with all ranks on the order of collectives and on which parameters have a gradient. Reduce late gradients
-    again, on all ranks."""
+    """Agree with all ranks on the order of collectives, and on who has a gradient. Reduce late ones on all ranks."""
     exchange, backward, detector = root.exchange, root.backward, root.detector
     accumulates = not any([state.options.requires_gradient_sync for state in states]) and is_whole(root)
     while True:
@@ -289,6 +286,7 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
         if may_be_late:
             for state in states:
                 exchange.late[state.place.index] = _lateness(state)
+        # Ranks may run unequal numbers of backwards that only accumulate, so none may wait at the end of one.
         if not accumulates:
             begin_exchange(root, exchange, END_OF_BACKWARD)
             root.communicator.finish()
@@ -379,6 +377,7 @@ class _Bucket:
             if self._last is None:
                 self._listen(params, (index,))
                 self._last = index
+            # A backward that comes back to a use (a hook that calls autograd.grad()) brings more gradients.
             if not progress.is_iterated:
                 _reduce_complete(state.root, state)
         elif self._last is not None:

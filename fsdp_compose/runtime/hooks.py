@@ -7,8 +7,8 @@
     pre-backward    (gradient of an output)  unshard, prefetch the previous group, wait
     post-backward   (gradients of all aliased inputs)  take gradients, reshard, reduce-scatter
 
-A hook finds its state through the module it is called with, never through a closure. The last two are the hooks of a
-use in the default mode (``DefaultUse``), which the autograd graph holds; in functional mode autograd needs none.
+The last two are the hooks of a use in the default mode (``DefaultUse``), which the autograd graph holds; in functional
+mode autograd needs none.
 
 The start of this file recognizes forwards that repeat an earlier one inside a backward (activation checkpointing).
 Then comes the work around a top-level forward, which the hooks of the outermost module do. The end of the file does it
@@ -65,15 +65,14 @@ from .untracked_writes import forgive_versions, look_for_writes, refuse_untracke
 def is_recomputation(state: _FSDPState, task: int) -> bool:
     """Whether a forward that begins inside a backward (of number ``task``) repeats an earlier one for it, as in
     activation checkpointing. If not, it is treated like a forward outside backward: for example, that of a teacher in a
-    gradient hook.
-
-    While a backward of its own root runs, a forward always counts as a repetition: it uses parameters that cannot have
-    changed since that backward reached them."""
+    gradient hook."""
     root = state.root
     if root is None:
         return is_checkpoint_recomputing()  # it repeats a forward before fully_shard()
     if root.forward.depth and root.forward.task == task:
         return False  # it is part of a forward that began inside that backward
+    # While a backward of its own root runs, even a new forward counts as a repetition: it uses parameters that cannot
+    # have changed since that backward reached them.
     if root.backward is not None:
         return True
     if not is_checkpoint_recomputing():
@@ -83,8 +82,7 @@ def is_recomputation(state: _FSDPState, task: int) -> bool:
 
 
 def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
-    """The root of a recomputation that begins. Groups that were recomputed before this one are resharded, unless their
-    backward has begun. The last recomputed group stays unsharded, because its backward comes next."""
+    """The root of a recomputation that begins."""
     root = state.root
     if root is None:
         raise MisuseRuntimeError(
@@ -92,6 +90,7 @@ def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
             "forward outside backward"
         )
     if root.recomputed:
+        # These were not resharded at their end: until another recomputation begins, their backward may come next.
         for other in root.recomputed:
             if other is not state and not other.backward.active_uses and not other.options.keeps_after_backward():
                 (reshard_until_backward if other.place.reshards_partially else reshard)(root, other)
@@ -121,6 +120,7 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
             root = initialise(state, module)  # the root module no longer exists, or a group was added somewhere
             is_given = is_in_functional_call()
         elif not detector.is_unchanged():
+            # functional_call() puts other parameters into modules, which looks like a change by the user.
             with own_values(root.live_states()):
                 if not detector.is_unchanged():
                     root = _follow_user(root, state, module)
@@ -175,6 +175,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             handle.gradient.release_if_dropped(may_release)
             if handle.pending_gradients.accumulation is not None:
                 handle.pending_gradients.accumulation.show()
+            # An edit through to_local() may leave no trace, or one on some ranks only, and ranks that disagreed about a
+            # gather would hang. So what stayed gathered is gathered again, without asking whether it was edited.
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
                 root.scheduler.refresh_kept(root, state, handle)
         if state.persistent.captured is not None:
@@ -199,6 +201,7 @@ def check_after_forward(root: Root) -> None:
             for state in states:
                 state.check_after_forward()
         finally:
+            # After an error too: a later forward must not report the same change again.
             if detector is not None:
                 detect_again(root)
                 detector = root.detector
@@ -224,6 +227,8 @@ def end_forward(root: Root, is_hooked: bool) -> None:
             unsharded = handle.unsharded
             if not unsharded.is_allocated:
                 continue
+            # If no backward follows, nothing stays, even with reshard_after_forward=False: an edit before the next
+            # forward may leave no trace.
             is_needed = is_hooked and not (pending_modules and state.place.reshards_after_forward)
             stays = is_needed or state.options.keeps_unsharded or state.options.is_held
             if not (unsharded.left_by_forward and stays):
@@ -277,6 +282,8 @@ _exception_in_hand: Callable[[], BaseException | None] = getattr(sys, "exception
 
 def drive(modules: Sequence[nn.Module]) -> None:
     """Register the hooks that drive the modules of a new group."""
+    # They find their state through the module that they are called with, never through a closure: a deep copy of the
+    # module has the same hooks, and a state of its own.
     for module in modules:
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(post_forward, always_call=True)
@@ -296,6 +303,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     task = current_graph_task_id()
     is_recomputed = task != -1 and is_recomputation(state, task)
     past, options = state.persistent, state.options
+    # A recomputation runs in the mode of the forward that it repeats, whatever the option says now.
     if not is_recomputed and past.was_functional is not options.is_functional:
         past.was_functional = options.is_functional
     mode: Mode = DEFAULT
@@ -331,12 +339,14 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     entered_with, use, is_recomputed = progress.running_forwards.pop()
     root = state.root
     assert root is not None
+    # A forward inside an ``except`` block ends with the exception that it began with, and has not failed.
     scheduler, error = root.scheduler, _exception_in_hand()
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded_after_forward()
     if is_recomputed:
         if use is not None:
             root.forward.innermost = use.outer
+        # torch.nn.utils.parametrize, put on in forward, raises version counters without a write.
         if registrations.count != root.forward.num_registrations and state.was_unsharded_written():
             forgive_versions(state)
     else:
@@ -392,10 +402,11 @@ def _find_root(state: _FSDPState, module: nn.Module, is_recomputed: bool) -> Roo
 
 
 def _abandon(root: Root, state: _FSDPState, use: GroupUse | None, is_recomputed: bool) -> None:
-    """End a forward that raised. In a recomputation this may be activation checkpointing, which stops it early."""
+    """End a forward that raised."""
     if use is not None:
         use.abandon()
     explain_refused_access(_exception_in_hand())
+    # Activation checkpointing stops a recomputation by an exception when it has what it needs; its backward follows.
     if is_recomputed:
         root.recomputed.append(state)
     else:

@@ -41,6 +41,7 @@ def prepare_inputs(
         known = prepared.get(id(tensor))
         if known is None:
             result = tensor if dtype is None else cast(tensor, dtype)
+            # Each device has its own queue in autograd, so an alias on another one says nothing about this group.
             if may_alias and use is not None and result.requires_grad and result.device.type == use.device_type:
                 result = use.alias(result)
             known = prepared[id(tensor)] = (tensor, result)  # holds the tensor, so that the id stays its own
@@ -50,10 +51,9 @@ def prepare_inputs(
 
 
 def _visit(value: Any, use: HookedUse | None, prepare: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
-    """Apply ``prepare`` to the tensors in ``value``.
-
-    A function and not a closure: a recursive closure refers to itself, and the cycle would keep inputs alive until the
-    garbage collector runs."""
+    """Apply ``prepare`` to the tensors in ``value``."""
+    # A function and not a closure in ``prepare_inputs``: a recursive closure refers to itself, and the cycle would keep
+    # inputs alive until the garbage collector runs.
     if isinstance(value, _Tensor):
         return prepare(value, True)
     if type(value) is tuple:
@@ -73,10 +73,8 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Replace every tensor in ``value``: in dicts, lists, tuples, sets and deques, in subclasses of these, and in
-    dataclasses. Returns ``value`` itself if no tensor has changed, else copies of the same classes.
-
-    An object of any other class stays as it is, even if it is a pytree: caller and forward may both write to it (a
-    key/value cache), and a copy would hide from one what the other has written."""
+    dataclasses. Returns ``value`` itself if no tensor has changed, else copies of the same classes. An object of any
+    other class stays as it is."""
     return _mapped(function, value, [])
 
 
@@ -102,6 +100,8 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 
 def _is_container(value: Any) -> bool:
+    # Not every pytree: caller and forward may both write to an object (a key/value cache), and a copy would hide from
+    # one what the other has written.
     if isinstance(value, (dict, *_SEQUENCES)):
         return True
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
@@ -179,6 +179,8 @@ def hook_outputs(state: _FSDPState, use: HookedUse, output: Any) -> tuple[bool, 
             has_gaps = True
     # (Forward itself may have frozen all parameters.)
     may_need = use.has_alias or any(p.requires_grad for handle in state._handles for p in handle.unsharded.params)
+    # A group that keeps nothing is searched only at the end of the outermost forward. But without a hook on an output,
+    # what it has kept may be the only way into it.
     if keeper.is_unchanged and not has_hooks and may_need:
         kept += keeper.new_ones()
     for tensor in kept:
@@ -190,8 +192,7 @@ def hook_outputs(state: _FSDPState, use: HookedUse, output: Any) -> tuple[bool, 
 
 
 def has_parameter_memory(state: _FSDPState, output: Any) -> bool:
-    """Whether some output is an unsharded parameter or a view of one. Without grad mode there is nothing to hook, but
-    the memory of such an output must not be freed."""
+    """Whether some output is an unsharded parameter or a view of one: resharding must not free its memory."""
     for leaf in (output,) if isinstance(output, _Tensor) else tree_leaves(output):
         if isinstance(leaf, _Tensor) and _is_parameter_memory(state, leaf):
             return True
@@ -199,8 +200,7 @@ def has_parameter_memory(state: _FSDPState, output: Any) -> bool:
 
 
 def _is_parameter_memory(state: _FSDPState, tensor: torch.Tensor) -> bool:
-    """Whether an output is an unsharded parameter or a view of one, whose memory resharding would free while the user
-    holds it."""
+    """Whether an output is an unsharded parameter or a view of one."""
     tensor = local_of(tensor)
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False

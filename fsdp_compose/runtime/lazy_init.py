@@ -153,6 +153,7 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
     Raises:
         RuntimeError: on every rank, if replicas differ; the message names the first such parameter and the ranks.
     """
+    # Groups made by replicate() cannot differ: broadcast_first_replica() has just given all ranks the same values.
     compared = [state for state in states if state.options.bucket_bytes is None]
     parts = [*_parts_with_replicas(compared)]
     if not parts:
@@ -165,6 +166,7 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
     difference = meet(mesh.peers, purpose, json.dumps(digests), _first_difference)
     if not difference:
         return
+    # One digest covers all parameters of a part. To name one, the ranks that differ compare this part by parameter.
     where, *differing = json.loads(difference)
     each = {}
     for place, handle, _, indices in parts if mesh.rank in differing else ():
@@ -197,7 +199,7 @@ def broadcast_first_replica(states: Sequence[_FSDPState]) -> None:
 
 
 def _buffers(state: _FSDPState) -> Iterator[torch.Tensor]:
-    """The buffers of a group's modules, each as contiguous memory, which is written back after use."""
+    """The buffers of a group's modules, each as contiguous memory. What the caller writes there, the buffer gets."""
     for module in group_modules(state.live_modules()):
         for buffer in module._buffers.values():
             if buffer is None or isinstance(buffer, DTensor) or buffer.layout != torch.strided or not buffer.numel():
@@ -219,8 +221,7 @@ def _digest(numbers: object) -> str:
 
 
 def _parts_with_replicas(states: Sequence[_FSDPState]) -> Iterator[_Part]:
-    """The parts of all groups (the same groups on all ranks) that have replicas. The names of parts start with a number
-    for their mesh."""
+    """The parts of all groups (the same on all ranks) that have replicas; names start with a number for their mesh."""
     numbers: dict[DeviceMesh, int] = {}
     for state in states:
         for handle in state._handles:
@@ -514,6 +515,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         item.set_position(name, index, is_outermost=item in owners)
     _call_parameters(found, (part.module for part in roots))
     order = CollectiveLog.of(mesh.peers)
+    # A rank that still requests an optional group of another model would wait for the ranks that meet below.
     if order.serve is not None:
         order.serve(None, OTHER_MODEL)
     model = ""
@@ -524,6 +526,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         replacement.take_over()
     rebind_live_optimizers()
     apply_moves(moves)
+    # Moves have made new flat parameters, whose parameters have no names in the root yet.
     _call_parameters(found, (part.module for part in roots))
     handles = [handle for item in states for handle in item._handles]
     num_params = sum(len(item.fqns) for item in handles)
@@ -561,8 +564,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
 
 
 def _make_joinable(context: Root, module: nn.Module) -> None:
-    """Make sure that the groups of a root can move to another root, or to several roots together, which is possible
-    only between iterations."""
+    """Make sure that the groups of a root can move to other roots, which is possible only between iterations."""
     is_in_backward = context.backward is not None and current_graph_task_id() != -1
     if is_in_backward or (context.forward.depth and is_running(context.forward.caller)):
         where = "backward" if is_in_backward else "forward"

@@ -1,5 +1,4 @@
-"""Optional groups (``fully_shard(optional=True)``), which each rank may run or skip: how all ranks gather and reduce
-them.
+"""Optional groups (``fully_shard(optional=True)``), which each rank may run or skip: how ranks gather and reduce them.
 
 Hooks and modes call ``SkippingOrder``, the scheduler of a root with optional groups, instead of ``FixedOrder``. The
 last section finds out, at a root's first forward, which groups ranks may skip and which groups enclose them.
@@ -104,13 +103,14 @@ class SkippingOrder(FixedOrder):
     # ---- Forward
 
     def begin_forward(self, root: Root) -> None:
-        """Reshard all groups, because groups that are gathered may be so on some ranks only. (Groups that an earlier
-        forward has left unhooked stay, for a backward that may reach them unnoticed.)"""
+        """Reshard all groups, except those that an earlier forward has left unhooked."""
         for other, protocol in _running_beside(root):
             protocol.sync_point(other, OTHER_MODEL)
         for state in root.live_states():
             for handle in state._handles:
+                # A group that is gathered may be so on some ranks only.
                 if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
+                    # A backward may reach this one unnoticed, so it keeps its memory, and is gathered again before use.
                     if state.persistent.is_unhooked:
                         self.protocol.old.add(state.place.index)
                     else:
@@ -123,10 +123,7 @@ class SkippingOrder(FixedOrder):
         """Do nothing: ``begin_forward`` has resharded the groups, or noted that they are old."""
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
-        """Request an optional group. Gather any other one at a sync point, with the groups that come next: some ranks
-        may have these groups already, because a forward left something that cannot be hooked, or was repeated. So ranks
-        exchange at this point which groups they miss, and all gather the groups that any rank misses. When an outermost
-        forward begins, no rank has any."""
+        """Request an optional group; gather any other one at a sync point, with the groups that come next."""
         # These raise before the forward is counted: an error here is one of a forward that has not begun.
         self._check_place(root, state)
         self._refuse_unannounced(state)
@@ -139,9 +136,11 @@ class SkippingOrder(FixedOrder):
             follow_requires_grad_writes(root, state)
         ahead = self._following_in_forward(root, state)
         needed = [state, *ahead]
+        # Some ranks may have these groups already, because a forward left something that cannot be hooked, or was
+        # repeated. So they exchange which groups they miss, and all gather the groups that any rank misses.
         if self.running:
             self.protocol.sync_point(root, state.log.all_gather, needed)
-        else:
+        else:  # an outermost forward begins: no rank has any
             self.protocol.gather(root, [item for item in root.live_states() if item in needed], needed)
         self.running.append(state.place.index)
         unshard_for_use(root, state)
@@ -192,8 +191,8 @@ class SkippingOrder(FixedOrder):
         )
 
     def _note_live(self, root: Root, use: HookedUse | None) -> None:
-        """Remember that a backward may reach an optional group: as long as the graph of this forward is alive, or that
-        of the forward around it, which may run the group again."""
+        """Remember that a backward may reach an optional group as long as the graph of this forward is alive."""
+        # The forward around it may be repeated in backward, and would run the group again.
         for item in (use, root.forward.innermost if use is None else use.outer):
             if item is not None:
                 self.protocol.live.add(item)
@@ -209,8 +208,9 @@ class SkippingOrder(FixedOrder):
     def begin_backward(self, root: Root) -> None:
         """Find out whether some rank may reach an optional group in this backward.
 
-        If another root makes rounds in the same backward, it must have nothing more to request on any rank: ranks that
-        made rounds of different roots at the same time would wait for each other."""
+        Raises:
+            RuntimeError: another root makes rounds in the same backward, and may still request groups on some rank.
+        """
         protocol, others = self.protocol, _running_beside(root)
         for other, its_protocol in others:
             its_protocol.sync_point(other, OTHER_MODEL)
@@ -221,6 +221,7 @@ class SkippingOrder(FixedOrder):
         if not protocol.is_on:
             return
         for other, its_protocol in others:
+            # Ranks that make rounds of different roots at the same time would wait for each other.
             if other in waiting:
                 its_protocol.has_failed = protocol.has_failed = True
                 raise RuntimeError(
@@ -325,9 +326,7 @@ class _Server:
     roots: list[tuple[weakref.ref[Root], SkipProtocol]] = field(default_factory=list)
 
     def running(self) -> list[tuple[Root, SkipProtocol]]:
-        """The roots that make rounds now, in a forward or a backward that is running.
-
-        An interrupted one is not: only some ranks may still have its model."""
+        """The roots that make rounds now, in a forward or a backward that is running."""
         found = []
         is_in_backward = current_graph_task_id() != -1
         for ref, protocol in self.roots:
@@ -335,6 +334,7 @@ class _Server:
             if root is None:
                 continue
             backward = root.backward
+            # Not an interrupted forward or backward, which looks alike: only some ranks may still have its model.
             in_backward = is_in_backward and backward is not None and backward.number == backwards.num_outermost
             if in_backward or (root.forward.depth and is_running(root.forward.caller)):
                 if protocol.is_on and not protocol.is_over and not protocol.has_failed:
@@ -342,10 +342,9 @@ class _Server:
         return found
 
     def __call__(self, root: OrderedRoot | None, place: Entry) -> None:
-        """Make a sync point of each root that makes rounds now, before all ranks issue a collective of ``root``.
-
-        A root that makes rounds itself has sync points enough."""
+        """Make a sync point of each root that makes rounds now, before all ranks issue a collective of ``root``."""
         running = self.running()
+        # A root that makes rounds itself has sync points enough.
         if not any([other is root for other, _ in running]):
             for other, protocol in running:
                 protocol.sync_point(other, place)

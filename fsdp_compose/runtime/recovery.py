@@ -15,7 +15,7 @@ from .group_ops import stays_unsharded
 
 
 def is_running(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is on the stack. This distinguishes a root that calls itself from an interrupted forward."""
+    """Whether ``frame`` is on the stack. If not, a forward from there that has not ended was interrupted."""
     current: FrameType | None = sys._getframe() if frame is not None else None
     while current is not None and current is not frame:
         current = current.f_back
@@ -30,6 +30,7 @@ def recover(root: Root) -> None:
             or the ranks were interrupted at different places, so that some collectives have no partner.
     """
     states = root.live_states()
+    # Before ranks meet: users must see sharded parameters even if one does not come.
     for state in states:
         state.swap.restore()
     is_tainted = _agree_to_recover(root, states)
@@ -79,6 +80,8 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
     """Meet all ranks, and end collectives in flight. Returns whether older gradients are lost too."""
     root.communicator.announce_recovery(root)
     mesh, count = root.mesh, root.order.count
+    # What was added to gradients of earlier backwards cannot be taken out again. If that happened on one rank, all
+    # ranks drop them, because ``None`` must mean the same everywhere.
     is_tainted = root.has_added
     if mesh.has_peers:
         journals = _journals_of(mesh.peers, states)

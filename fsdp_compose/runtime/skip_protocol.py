@@ -112,8 +112,8 @@ class SkipProtocol:
             self._make_round(root, None, wanted=wanted)
 
     def announce_failure(self, root: Root) -> None:
-        """Tell the other ranks, once, that this rank has failed: it would no longer come to rounds in which they
-        wait."""
+        """Tell the other ranks, once, that this rank has failed."""
+        # It would no longer come to rounds in which they wait.
         if self.has_failed or not self.is_on or self.is_over:
             return
         self.has_failed = True
@@ -121,12 +121,11 @@ class SkipProtocol:
         self._exchange(None, False, Marks(nothing, nothing, nothing, nothing), root.mesh.peers.rank())
 
     def gather(self, root: Root, states: Sequence[_FSDPState], kept: Sequence[_FSDPState]) -> None:
-        """Start the all-gathers of groups, on all ranks, in the order of their indexes. A group that this rank does not
-        need itself (one that is not in ``kept``) is freed before the next one is gathered, so that the rank holds one
-        such group at a time."""
+        """Start the all-gathers of groups, on all ranks, in the order of their indexes. This rank keeps those in
+        ``kept``; any other one it frees before it gathers the next."""
         for state in states:
             is_new = False
-            self._drop_served(root)
+            self._drop_served(root)  # so a rank holds one group at a time that it does not need itself
             self.old.discard(state.place.index)
             for handle in state._handles:
                 if handle.unsharded.never_freed:
@@ -278,7 +277,6 @@ class SkipProtocol:
         )
 
     def _may_request(self, state: _FSDPState) -> bool:
-        """Whether, on this rank, the running backward may still gather a group: for a forward that it has not
-        reached."""
+        """Whether the running backward may still gather a group on this rank, for a forward that it has not reached."""
         numbers = [number for number in state.progress.awaiting_backward if number <= self.last_number]
         return len(numbers) > state.backward.active_uses

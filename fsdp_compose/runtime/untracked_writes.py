@@ -5,14 +5,9 @@ raises torch's version counter, ``ChangeDetector`` sees it. A write through ``.d
 batch, weight clipping of a critic, codebooks from moving averages) changes only memory, and an assignment to ``.data``
 silently gives the parameter other memory. Both are found by checking where the parameters are, and whether this rank's
 slice of the gathered memory still equals its shard bit for bit. Together, the slices of all ranks cover all elements.
-The check misses a write that one rank makes alone to elements that other ranks hold, unless forward also puts on a
-parametrization: then the exchange compares what the ranks have gathered.
 
-The check reads a shard, so it does not run at every use of a group. It runs at the 1st, 2nd, 4th, 8th, ... use and
-later at every ``_MAX_GAP``-th, counted separately with and without grad mode, and at all uses if
-``FSDP_COMPOSE_DEBUG=1``. A forward that has checked some group ends with an exchange, so that every rank
-raises if one rank has found a write; where no forward communicates, each rank raises for itself. All ranks count uses
-the same way, from the first forward and again from an interruption.
+The check runs at the 1st, 2nd, 4th, 8th, ... use of a group and later at every ``_MAX_GAP``-th, with and without grad
+mode apart, and at all uses if ``FSDP_COMPOSE_DEBUG=1``. A forward that has checked a group ends with an exchange.
 """
 
 from __future__ import annotations
@@ -54,6 +49,8 @@ def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: Group
     if in_transform() or progress.pending_modules - {id(module)}:
         progress.uses_left[mode] = 1
         return
+    # Reading a shard at every use would cost too much. All ranks count alike, from the first forward and again from an
+    # interruption, so they check at the same uses and come to the exchange together.
     if not progress.uses_left[mode]:  # else a version counter has moved
         gap = progress.look_gaps[mode]
         progress.uses_left[mode], progress.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
@@ -77,10 +74,11 @@ def forgive_versions(state: _FSDPState) -> None:
 
 def _forgive(found: dict[FlatParamHandle, list[int]]) -> None:
     """Forgive what ``torch.nn.utils.parametrize`` does: it sets a parameter to its own memory, which raises the version
-    and writes nothing. Where the gathered memory cannot be compared with a shard, the version alone decides; but a
-    write of the only rank to its only copy is a write to the sharded parameter, as if unsharded."""
+    and writes nothing."""
     for handle, indexes in found.items():
+        # A write of the only rank to its only copy is a write to the sharded parameter, as if unsharded.
         is_only = handle.unsharded.never_freed and handle.mesh.data_world_size == 1
+        # Where there is no shard to compare the gathered memory with, the version alone decides.
         if is_only or _is_comparable(handle):
             _note_memory(handle)
             if not indexes:
@@ -88,8 +86,9 @@ def _forgive(found: dict[FlatParamHandle, list[int]]) -> None:
 
 
 def _note_memory(handle: FlatParamHandle) -> None:
-    """Let the next exchange compare what the ranks have gathered: each rank has compared its own slice with its shard,
-    but it may have written to the others. Tensor parallelism gives ranks other memory."""
+    """Let the next exchange compare what the ranks have gathered."""
+    # Each rank has compared only its own slice with its shard, but it may have written to the others. (Without a
+    # parametrization such a write, of one rank alone, is missed.) Tensor-parallel ranks gather different memory.
     state = state_of(handle)
     if state is not None and state.root is not None and state.root.mesh.has_peers and handle.tensor_parallel is None:
         text = str(checksum(handle.unsharded.memory.shown))
@@ -97,8 +96,7 @@ def _note_memory(handle: FlatParamHandle) -> None:
 
 
 def writes_to_unsharded(state: _FSDPState) -> dict[FlatParamHandle, list[int]]:
-    """The indexes of unsharded parameters that forward has written to. Parameters that it gave other memory are put
-    back into the gathered memory."""
+    """The indexes of unsharded parameters that forward has written to. Those that it gave other memory are put back."""
     unsharded = [(item, item.unsharded) for item in state._handles if item.unsharded.shows_shards]
     present = [handle for handle, item in unsharded if item.is_allocated and item.work is None]
     return {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
@@ -113,6 +111,7 @@ def refuse_untracked_writes(root: Root) -> None:
     for handle, indexes in written.items():
         for i in indexes:
             used[starts[handle] + i] = 1
+    # If no forward communicates, ranks may run unequal numbers of them, and each raises for itself.
     if not is_whole(root):
         begin_exchange(root, exchange, END_OF_FORWARD)
         end_exchange(root, exchange, END_OF_FORWARD)
@@ -179,8 +178,7 @@ def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
 
 
 def _differ(own: torch.Tensor, shard: torch.Tensor, storage: ShardStorage) -> Iterator[bool]:
-    """Whether each chunk differs in some bit. NaNs that were cast count as equal: their bits depend on their position
-    in memory."""
+    """Whether each chunk differs in some bit. NaNs that were cast count as equal."""
     for mine, source in zip(own.split(_CHUNK), shard.split(_CHUNK), strict=True):
         expected = storage.on_device(source).to(mine.dtype)
         bits = _INTEGERS[mine.dtype.itemsize]
@@ -189,6 +187,7 @@ def _differ(own: torch.Tensor, shard: torch.Tensor, storage: ShardStorage) -> It
         if mine.dtype == shard.dtype:
             yield True
         else:
+            # The bits that a cast gives a NaN depend on its position in memory.
             both_nan = mine.isnan() & expected.isnan()
             yield bool(((mine.view(bits) != expected.view(bits)) & ~both_nan).any())
 

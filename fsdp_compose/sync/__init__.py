@@ -4,12 +4,7 @@ Users call ``full_parameters``, which sends whole parameters, and the functions 
 from a snapshot. Nothing here changes the model.
 
 Both are loops over a plan that all ranks compare at the start. The user's code between two steps may end the loop on
-one rank only, so each step is a rendezvous with what this rank is about to do: go on, leave, or raise. The end of the
-context is the same rendezvous, so a rank that leaves meets those that go on, and all raise. That needs a context: a
-generator that a ``break`` leaves behind may never be closed.
-
-Changed elements have other sizes in each shard group, and some groups send nothing. So they are not in the mesh's order
-of collectives: their transports have a journal of the shard group's own.
+one rank only, so each step is a rendezvous with what this rank is about to do: go on, leave, or raise.
 """
 
 from .changes import ChangedElements as ChangedElements

@@ -84,8 +84,7 @@ class Elements:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View the elements as integers, so that comparing them compares bits, also for NaN and signed zeros. Elements of
-    16 bytes become two integers each, in a last dim."""
+    """View the elements as integers. Elements of 16 bytes become two integers each, in a last dim."""
     size = tensor.element_size()
     if size == 16:
         return torch.view_as_real(tensor).view(torch.int64)
@@ -94,6 +93,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def changed_elements(old: torch.Tensor, new: torch.Tensor) -> Elements:
     """Return the elements of ``new`` whose bits differ from ``old``; both are 1-D and have the same dtype."""
+    # Bits and not values: a NaN differs from itself, and -0.0 equals 0.0.
     differs = as_bits(new) != as_bits(old)
     if differs.ndim == 2:
         differs = differs.any(1)
@@ -501,7 +501,8 @@ def _changes_of_lone(run: Run, snapshot: ParameterSnapshot) -> _Change:
 
 def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_only: bool) -> Sequence[_Change | None]:
     handle, mesh = span.handle, span.mesh
-    # A transport with a journal of this shard group alone: other shard groups send other numbers of bytes, or nothing.
+    # Changed elements are not in the mesh's order of collectives: other shard groups send other numbers of bytes, or
+    # nothing. So this transport has a journal of this shard group alone.
     transport = transport_of(mesh.shard_group, mesh.device)
     start, stop = span.range_of(mesh.shard_rank)
     new = torch.empty(stop - start, dtype=span.dtype, device=mesh.device)

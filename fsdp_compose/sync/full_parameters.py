@@ -342,8 +342,7 @@ _MAX_TEXT = 1000  # characters of an exception's text that are sent to the other
 class Steps(Generic[T]):
     """An iterator over buckets that all ranks advance together.
 
-    The consumer owns the tensors, but not the list: advancing empties it, so a loop that keeps nothing holds only one
-    bucket.
+    The consumer owns the tensors, but not the list, which advancing empties.
 
     Args:
         call: the user's call, for messages.
@@ -371,6 +370,7 @@ class Steps(Generic[T]):
     def __next__(self) -> list[T]:
         if self._is_over:
             raise MisuseRuntimeError(f"{self._call}: buckets are only available inside its context, which has ended")
+        # A loop that keeps nothing holds only one bucket.
         self._latest.clear()
         if self.is_complete:
             raise StopIteration
@@ -519,6 +519,8 @@ def in_step(
         return why_unreadable(sources)
 
     steps = Steps(call, group, plan_buckets(sources, bucket_bytes), gather, present_problem)
+    # Leaving is a rendezvous too: a rank that leaves meets those that go on, and all raise. That needs a context: a
+    # generator that a ``break`` leaves behind may never be closed.
     try:
         yield steps
     except BaseException as error:

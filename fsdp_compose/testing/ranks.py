@@ -246,8 +246,8 @@ class Ranks:
         return results
 
     def num_threads(self) -> int:
-        """Return the number of threads of the first rank; 0 if the system does not say. Threads of process groups that
-        functions left behind wake up a hundred times a second each."""
+        """Return the number of threads of the first rank; 0 if the system does not say."""
+        # Threads of process groups that functions left behind wake up a hundred times a second each.
         tasks = Path(f"/proc/{self.ranks[0].process.pid}/task")
         return len(os.listdir(tasks)) if tasks.exists() else 0
 
@@ -365,13 +365,14 @@ def _main(
 
 
 def _received_in_background(connection: Connection) -> queue.SimpleQueue[bytes]:
-    """Receive tasks on a thread, so that a rank stuck in a collective still notices that its parent is gone."""
+    """Receive tasks on a thread."""
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def receive() -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 tasks.put(connection.recv_bytes())
+        # The parent is gone, which the main thread would not notice while it is stuck in a collective.
         os._exit(1)
 
     threading.Thread(target=receive, name="receive tasks", daemon=True).start()
