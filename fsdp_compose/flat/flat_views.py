@@ -46,11 +46,6 @@ class FlatSegment:
         cut: the dimensions of the tensor-parallel mesh over which all of these parameters are split, if any.
         among_cut: other parameters of the model are split by tensor parallelism; torch cannot combine their norms with
             those of stock DTensors.
-
-    Attributes:
-        start, stop: its range in the shard, in elements.
-        parameter: the flat view, a leaf parameter; permanently the same object.
-        gradient: the tensor for ``parameter.grad``, a view of the flat gradient; ``None`` while that has no memory.
     """
 
     __slots__ = (
@@ -79,11 +74,13 @@ class FlatSegment:
         if self.is_whole:
             begin, end = 0, layout.flat_numel
         before = mesh.shard_rank * numel
+        # Its range in the shard, in elements.
         self.start, self.stop = min(max(begin - before, 0), numel), min(max(end - before, 0), numel)
         self._shape = (prod([end - begin, *(tensor_mesh.size(dim) for tensor_mesh, dim in cut)]),)
         self._placement = RaggedShard(layout.counts_of(begin, end), flat=True)
+        # For parameter.grad, a view of the flat gradient; None while that has no memory.
         self.gradient: torch.Tensor | None = None
-        self.parameter = self._make_parameter(shard)
+        self.parameter = self._make_parameter(shard)  # the flat view, a leaf; permanently the same object
         setattr(self.parameter, FLAT_ATTRIBUTE, True)
 
     def rebind(self, shard: torch.Tensor) -> None:

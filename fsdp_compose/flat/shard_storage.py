@@ -51,11 +51,7 @@ def streams_of(device: torch.device) -> Any:
 
 
 class HostCopies:
-    """Copies between host memory and ``device``.
-
-    Attributes:
-        device: that computes.
-    """
+    """Copies between host memory and ``device``, which computes."""
 
     __slots__ = ("_additions", "_leaving", "_module", "_readings", "_stream", "device")
 

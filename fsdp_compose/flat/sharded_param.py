@@ -215,11 +215,7 @@ def inner_of_sharded_param(sharded: nn.Parameter) -> torch.Tensor:
 
 
 class Snapshot:
-    """Where the elements of some sharded parameters are.
-
-    Attributes:
-        ids: the ids of the sharded parameters.
-    """
+    """Where the elements of some sharded parameters are."""
 
     __slots__ = ("_addresses", "_kinds", "_locals", "_params", "ids")
 

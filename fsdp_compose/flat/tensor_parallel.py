@@ -120,16 +120,12 @@ def specs_of(own: TensorParallel | None, num_params: int) -> Sequence[DTensorSpe
 
 
 class TensorParallel:
-    """How the parameters of one flat parameter are placed on meshes of their own.
-
-    Attributes:
-        specs: for each parameter, its placement before ``fully_shard``; ``None`` if it was not a DTensor.
-    """
+    """How the parameters of one flat parameter are placed on meshes of their own."""
 
     __slots__ = ("_dtensors", "_transports", "specs")
 
     def __init__(self, specs: Sequence[DTensorSpec | None]) -> None:
-        self.specs = tuple(specs)
+        self.specs = tuple(specs)  # of each parameter before fully_shard; None if it was not a DTensor
         self._dtensors = [(i, spec) for i, spec in enumerate(specs) if spec is not None]
         meshes = dict.fromkeys(spec.mesh for _, spec in self._dtensors)
         self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}

@@ -8,7 +8,7 @@ after the other. An inner tensor is either cut at the same places (dim 0), or th
     rank 0   bytes |a a a a|a|m|
     rank 1   bytes |b b b b|b|m|
 
-Who cuts a tensor (``flat/extensions``) makes its ``Parts``. ``CompositeDTensor`` is a sharded tensor over the bytes.
+Who cuts a tensor (``flat/codecs``) makes its ``Parts``. ``CompositeDTensor`` is a sharded tensor over the bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Parts:
 
     @property
     def uncut(self) -> list[str]:
-        """The names of the tensors that are the same on every rank."""
+        """The names of the tensors that are the same on every rank: with any, it cannot train."""
         return [item.name for item in self.inner if not item.is_cut and self.num_ranks > 1]
 
     def is_like(self, other: Any) -> bool:
