@@ -228,7 +228,7 @@ class _StagedUnsharded(Unsharded):
         self._allocate_staging()
 
     def gather(self, segments: int) -> None:
-        # With streams this one is current only for the gather: then the caller has allocated, on the compute stream.
+        # With streams this does nothing: the caller has already allocated it, on the compute stream, which owns it.
         self._allocate_staging()
         super().gather(segments)
         if self.work is None:
