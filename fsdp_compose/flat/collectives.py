@@ -1,9 +1,8 @@
 """``Communicator``: the all-gathers and reductions of flat parameters, on their streams.
 
 There is one per root; the runtime's steps (``runtime/group_ops``) call it in every mode. It decides streams and order,
-never when a group is due. The file begins with the all-gathers, whose class is the base of ``Communicator``. Then come
-the reductions of gradients that every rank holds whole, the handling of gradients that are not yet reduced over all
-data ranks, and the communicator itself, with Note [Memory and streams].
+never when a group is due. Before it come the reductions of gradients that every rank holds whole, and the handling of
+gradients that are not yet reduced over all data ranks.
 """
 
 from __future__ import annotations
@@ -24,22 +23,182 @@ from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas, copy_gradients, fill
 from .shard_storage import ShardStorage, streams_of
 
+# ---- Reductions of a flat gradient that every rank holds whole: nothing is scattered, everything is averaged, in one
+# stage
+#
+# The gradients go straight to the memory of the average, and are averaged there, unless that already holds a gradient,
+# or they are reduced in another dtype. Large gradients go there during backward, each as soon as it arrives
+# (``place``): it is still in the caches, and its memory serves the next one. The rest follow once all have arrived.
 
-class AllGathers:
-    """The stream of all-gathers that the groups below one root share, and errors of collectives.
+
+LARGE_BYTES = 1 << 17  # of a gradient; below this size, a separate call costs more than it saves
+
+
+def place(handle: FlatParamHandle, index: int) -> None:
+    """Move the gradient that autograd has just left on an unsharded parameter to where it is averaged, if possible. The
+    handle is reduced later in this backward."""
+    param, pending = handle.unsharded.params[index], handle.pending_gradients
+    if pending.awaits_publication or not _goes_direct(handle, _prepare(handle)):
+        return
+    grad = param.grad
+    if grad is not None and grad.layout == torch.strided:
+        _place(handle, index, grad)
+        param.grad = None
+
+
+def _place(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> None:
+    view, share = handle.gradient.memory.locals[index], 1 / handle.mesh.data_world_size
+    placed = handle.pending_gradients.placed
+    with torch.no_grad():
+        if index in placed:
+            view.add_(grad, alpha=share)
+        else:
+            torch.mul(grad, share, out=view)
+            placed.add(index)
+
+
+def _prepare(handle: FlatParamHandle) -> WriteMode:
+    """Decide how the gradient that is about to be reduced is written."""
+    gradient = handle.gradient
+    if gradient.target is not None and not handle.pending_gradients.awaits_publication:
+        return gradient.write_mode  # some gradients were already placed there
+    return gradient.prepare()
+
+
+def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
+    """Whether gradients go straight to the memory of the average, each divided by the number of ranks."""
+    return mode is FRESH and handle.pending_gradients.accumulation is None and _divides_first(handle)
+
+
+def _divides_first(handle: FlatParamHandle) -> bool:
+    """Whether each rank divides its gradients by the number of ranks before they are summed. The same on every rank,
+    whatever a rank has accumulated."""
+    pending, dtype = handle.pending_gradients, handle.gradient.dtype
+    return (
+        pending.options is AVERAGE
+        and pending.dtype == dtype
+        and dtype != torch.float16
+        and not handle.storage.has_host_gradients
+    )
+
+
+def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> ReplicaAverage:
+    """Return the average, not yet started, of the gradients taken from the unsharded parameters (``None`` for
+    ``missing`` ones), of the placed ones, and of what was accumulated before."""
+    pending, gradient, options = handle.pending_gradients, handle.gradient, handle.pending_gradients.options
+    mode = _prepare(handle)
+    target, dtype, is_added = gradient.target, pending.dtype, mode is ADDED
+    assert target is not None
+    goes_direct = _goes_direct(handle, mode)
+    pending.awaits_publication = True
+    if goes_direct:
+        _fill(handle, grads, missing)
+        return ReplicaAverage(target, target, False, False, 1, None)
+    accumulation, pending.accumulation = pending.accumulation, None
+    if accumulation is not None and accumulation.flat is not None:
+        accumulation.add(grads)
+        flat = accumulation.flat
+    else:
+        flat = torch.zeros(target.numel(), dtype=dtype, device=handle.storage.compute_device(handle.shard))
+        fill(handle.full_views_of(flat), grads, missing)
+    mesh = handle.mesh
+    if _divides_first(handle):
+        flat.mul_(1 / mesh.data_world_size)
+        return ReplicaAverage(flat, handle.storage.landing(target), is_added, False, 1, None)
+    before, is_average, after = options.factors(mesh.data_world_size, mesh.missing_factor, dtype == torch.float16)
+    if before != 1:
+        flat.div_(before)
+    return ReplicaAverage(flat, handle.storage.landing(target), is_added, is_average, after, options.hook)
+
+
+def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> None:
+    """Move the gradients that were not placed to the memory of the average."""
+    memory, placed = handle.gradient.memory, handle.pending_gradients.placed
+    for i in placed:
+        if grads[i] is not None:  # it arrived after placing
+            _place(handle, i, grads[i])
+    handle.pending_gradients.take_placed()
+    rest = [i for i in range(len(grads)) if i not in placed]
+    views = [memory.locals[i] for i in rest]
+    if views:  # not all were placed
+        fill(views, [grads[i] for i in rest], [j for j, i in enumerate(rest) if grads[i] is None] if missing else ())
+        with torch.no_grad():
+            foreach_mul_(views, 1 / handle.mesh.data_world_size)
+    memory.zero_gaps()
+
+
+# ---- Gradients that are not reduced over all data ranks yet: the accumulation of a handle
+
+
+def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> None:
+    """Add gradients that were taken from the unsharded parameters to what was accumulated before."""
+    accumulation = _accumulation_of(handle)
+    if accumulation.flat is None:
+        dtype, device = handle.pending_gradients.dtype, handle.storage.compute_device(handle.shard)
+        if handle.mesh.has_whole:  # the all-reduce is in this memory, so it may be wider, as in ``add_scattered``
+            dtype = torch.promote_types(dtype, handle.gradient.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=device)
+        accumulation.flat, accumulation.views = flat, handle.full_views_of(flat)
+    accumulation.add(grads)
+
+
+def keep_scattered(handle: FlatParamHandle, scattered: torch.Tensor) -> None:
+    """Keep the scattered result of a reduction until it is averaged over the replicas."""
+    accumulation = _accumulation_of(handle)
+    accumulation.scattered, accumulation.scattered_views = scattered, handle.views_of(scattered)
+
+
+def keep_result(handle: FlatParamHandle, reduction: Reduction) -> None:
+    """What follows the first stage of a reduction without the average over replicas."""
+    keep_scattered(handle, reduction.take_scattered())
+
+
+def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
+    """The handle's accumulation, made if there is none."""
+    pending = handle.pending_gradients
+    if pending.accumulation is None:
+        places = [(sharded, range(i, i + 1)) for i, sharded in enumerate(handle.sharded_params)]
+        places += [(segment.parameter, segment.sharded_params) for segment in handle.segments]
+        pending.accumulation = Accumulation(handle.names, pending.is_used, handle.mesh.mesh, places)
+    return pending.accumulation
+
+
+# ---- All-gathers and reductions of flat parameters, on their streams: the gathers of forward and backward, and the one
+# reduction of every mode
+#
+# ``runtime`` calls this; it works on one ``FlatParamHandle`` at a time and never looks at modules.
+#
+# Note [Memory and streams]. On an accelerator, two side streams carry the communication. One rule makes memory safe
+# without ``record_stream``: all memory belongs to the compute stream, which allocates and frees it. A side stream waits
+# for compute when its work is issued, and compute waits for the work before it uses *or frees* what the work touches.
+# (``Work.wait()`` makes the current stream wait and does not block the host.) The caching allocator's own order does
+# the rest. On the CPU, the same code runs without streams, and ``wait()`` blocks.
+
+
+class Communicator:
+    """The streams and reduce buffers that all groups below one root share.
 
     Attributes:
         storages: where shards or gradients live, if not on the device. The end of a top-level forward waits for their
             copies.
     """
 
-    __slots__ = ("__weakref__", "_all_gather_stream", "_device", "_module", "storages")
+    __slots__ = (
+        "__weakref__", "_all_gather_stream", "_averages", "_buffers", "_device", "_in_flight", "_module", "_pool",
+        "_reduce_stream", "storages",
+    )  # fmt: skip
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = streams_of(device)
         self.storages: tuple[ShardStorage, ...] = ()
         self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
+        self._reduce_stream = self._module.Stream(device, priority=-1) if self._module else None
+        self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
+        self._in_flight: dict[ReduceBuffer, tuple[FlatParamHandle, Reduction]] = {}
+        self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
+        self._pool = object()
 
     def serve(self, handles: Iterable[FlatParamHandle]) -> None:
         """Set the flat parameters that this object serves."""
@@ -88,7 +247,7 @@ class AllGathers:
             return
         self.wait(handle)
         handle.unsharded.hide()
-        AllGathers.unshard(self, handle)
+        Communicator.unshard(self, handle)  # not a subclass's, which announces it: that is done
 
     def wait_for(self, handles: Iterable[FlatParamHandle]) -> None:
         """``wait`` for those whose all-gathers are in flight."""
@@ -145,209 +304,18 @@ class AllGathers:
             raise self._failure("all-gather", handle, error) from None
         return flat
 
-    # ---- Helpers for both kinds of collectives
-
-    def _wait_for_stream(self, stream: Any) -> None:
-        """Make compute wait for everything on a side stream. The ``wait()`` of a simulated group does nothing: its
-        copies are kernels on the stream that issued them."""
-        self._module.current_stream(self._device).wait_stream(stream)
-
-    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        group = handle.mesh.peers
-        failure = loss(f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", difference_of(group), error)
-        give_up(group, failure)
-        return failure
-
-    def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        names = ", ".join(handle.names)
-        return RuntimeError(
-            f"rank {handle.mesh.rank}: the memory of unsharded parameters cannot be freed, because forward has passed "
-            f"it to NumPy, and torch cannot take it back. It is one of {names}. Call .numpy() on a clone() of the "
-            "parameter, or outside forward on .full_tensor() of the sharded one; this model cannot continue: build "
-            f"it again ({error})"
-        )
-
-
-# ---- Reductions of a flat gradient that every rank holds whole: nothing is scattered, everything is averaged, in one
-# stage
-#
-# The gradients go straight to the memory of the average, and are averaged there, unless that already holds a gradient,
-# or they are reduced in another dtype. Large gradients go there during backward, each as soon as it arrives
-# (``place``): it is still in the caches, and its memory serves the next one. The rest follow once all have arrived.
-
-
-LARGE_BYTES = 1 << 17  # of a gradient; below this size, a separate call costs more than it saves
-
-
-def place(handle: FlatParamHandle, index: int) -> None:
-    """Move the gradient that autograd has just left on an unsharded parameter to where it is averaged, if possible. The
-    handle is reduced later in this backward."""
-    param, contributions = handle.unsharded.params[index], handle.pending_gradients
-    if contributions.awaits_publication or not _goes_direct(handle, _prepare(handle)):
-        return
-    grad = param.grad
-    if grad is not None and grad.layout == torch.strided:
-        _place(handle, index, grad)
-        param.grad = None
-
-
-def _place(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> None:
-    view, share = handle.gradient.memory.locals[index], 1 / handle.mesh.data_world_size
-    placed = handle.pending_gradients.placed
-    with torch.no_grad():
-        if index in placed:
-            view.add_(grad, alpha=share)
-        else:
-            torch.mul(grad, share, out=view)
-            placed.add(index)
-
-
-def _prepare(handle: FlatParamHandle) -> WriteMode:
-    """Decide how the gradient that is about to be reduced is written."""
-    gradient = handle.gradient
-    if gradient.target is not None and not handle.pending_gradients.awaits_publication:
-        return gradient.write_mode  # some gradients were already placed there
-    return gradient.prepare()
-
-
-def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
-    """Whether gradients go straight to the memory of the average, each divided by the number of ranks."""
-    return mode is FRESH and handle.pending_gradients.accumulation is None and _divides_first(handle)
-
-
-def _divides_first(handle: FlatParamHandle) -> bool:
-    """Whether each rank divides its gradients by the number of ranks before they are summed. The same on every rank,
-    whatever a rank has accumulated."""
-    contributions, dtype = handle.pending_gradients, handle.gradient.memory.dtype
-    return (
-        contributions.options is AVERAGE
-        and contributions.dtype == dtype
-        and dtype != torch.float16
-        and not handle.storage.has_host_gradients
-    )
-
-
-def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> ReplicaAverage:
-    """Return the average, not yet started, of the gradients taken from the unsharded parameters (``None`` for
-    ``missing`` ones), of the placed ones, and of what was accumulated before."""
-    contributions, gradient, options = handle.pending_gradients, handle.gradient, handle.pending_gradients.options
-    mode = _prepare(handle)
-    target, dtype, is_added = gradient.target, contributions.dtype, mode is ADDED
-    assert target is not None
-    goes_direct = _goes_direct(handle, mode)
-    contributions.awaits_publication = True
-    if goes_direct:
-        _fill(handle, grads, missing)
-        return ReplicaAverage(target, target, False, False, 1, None)
-    accumulation, contributions.accumulation = contributions.accumulation, None
-    if accumulation is not None and accumulation.flat is not None:
-        accumulation.add(grads)
-        flat = accumulation.flat
-    else:
-        flat = torch.zeros(target.numel(), dtype=dtype, device=handle.storage.compute_device(handle.shard))
-        fill(handle.full_views_of(flat), grads, missing)
-    mesh = handle.mesh
-    if _divides_first(handle):
-        flat.mul_(1 / mesh.data_world_size)
-        return ReplicaAverage(flat, handle.storage.landing(target), is_added, False, 1, None)
-    before, is_average, after = options.factors(mesh.data_world_size, mesh.missing_factor, dtype == torch.float16)
-    if before != 1:
-        flat.div_(before)
-    return ReplicaAverage(flat, handle.storage.landing(target), is_added, is_average, after, options.hook)
-
-
-def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> None:
-    """Move the gradients that were not placed to the memory of the average."""
-    buffer, placed = handle.gradient.memory, handle.pending_gradients.placed
-    for i in placed:
-        if grads[i] is not None:  # it arrived after placing
-            _place(handle, i, grads[i])
-    handle.pending_gradients.take_placed()
-    rest = [i for i in range(len(grads)) if i not in placed]
-    views = [buffer.locals[i] for i in rest]
-    if views:  # not all were placed
-        fill(views, [grads[i] for i in rest], [j for j, i in enumerate(rest) if grads[i] is None] if missing else ())
-        with torch.no_grad():
-            foreach_mul_(views, 1 / handle.mesh.data_world_size)
-    buffer.zero_gaps()
-
-
-# ---- Gradients that are not reduced over all data ranks yet: the accumulation of a handle
-
-
-def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> None:
-    """Add gradients that were taken from the unsharded parameters to what was accumulated before."""
-    accumulation = _accumulation_of(handle)
-    if accumulation.flat is None:
-        dtype, device = handle.pending_gradients.dtype, handle.storage.compute_device(handle.shard)
-        if handle.mesh.has_whole:  # the all-reduce is in this memory, so it may be wider, as in ``add_scattered``
-            dtype = torch.promote_types(dtype, handle.gradient.dtype)
-        with torch.inference_mode(False), torch.no_grad():
-            flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=device)
-        accumulation.flat, accumulation.views = flat, handle.full_views_of(flat)
-    accumulation.add(grads)
-
-
-def keep_scattered(handle: FlatParamHandle, scattered: torch.Tensor) -> None:
-    """Keep the scattered result of a reduction until it is averaged over the replicas."""
-    accumulation = _accumulation_of(handle)
-    accumulation.scattered, accumulation.scattered_views = scattered, handle.views_of(scattered)
-
-
-def keep_result(handle: FlatParamHandle, reduction: Reduction) -> None:
-    """What follows the first stage of a reduction without the average over replicas."""
-    keep_scattered(handle, reduction.take_scattered())
-
-
-def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
-    """The handle's accumulation, made if there is none."""
-    pending = handle.pending_gradients
-    if pending.accumulation is None:
-        places = [(sharded, range(i, i + 1)) for i, sharded in enumerate(handle.sharded_params)]
-        places += [(segment.parameter, segment.sharded_params) for segment in handle.segments]
-        pending.accumulation = Accumulation(handle.names, pending.is_used, handle.mesh.mesh, places)
-    return pending.accumulation
-
-
-# ---- All-gathers and reductions of flat parameters, on their streams: the gathers of forward and backward, and the one
-# reduction of every mode
-#
-# ``runtime`` calls this; it works on one ``FlatParamHandle`` at a time and never looks at modules.
-#
-# Note [Memory and streams]. On an accelerator, two side streams carry the communication. One rule makes memory safe
-# without ``record_stream``: all memory belongs to the compute stream, which allocates and frees it. A side stream waits
-# for compute when its work is issued, and compute waits for the work before it uses *or frees* what the work touches.
-# (``Work.wait()`` makes the current stream wait and does not block the host.) The caching allocator's own order does
-# the rest. On the CPU, the same code runs without streams, and ``wait()`` blocks.
-
-
-class Communicator(AllGathers):
-    """The streams and reduce buffers that all groups below one root share."""
-
-    __slots__ = ("_averages", "_buffers", "_in_flight", "_pool", "_reduce_stream")
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._reduce_stream = self._module.Stream(device, priority=-1) if self._module else None
-        self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
-        self._in_flight: dict[ReduceBuffer, tuple[FlatParamHandle, Reduction]] = {}
-        self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
-        self._pool = object()
+    # ---- Gradients
 
     def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
         """Add the gradients to the handle's unsharded accumulation buffer, without communication.
         ``is_kept``: the group stays unsharded, for a running forward or for the next one."""
-        handle.pending_gradients.follow_zero_grad()
-        grads, _ = self._take(handle)
+        pending = handle.pending_gradients
+        pending.follow_zero_grad()
+        add_up = None if pending.tensor_parallel is None else partial(self._add_up, handle)
+        grads, _ = pending.take(handle.unsharded.params, add_up)
         if not is_kept:
             self.reshard(handle)
         accumulate(handle, grads)
-
-    def _take(self, handle: FlatParamHandle) -> tuple[list[torch.Tensor], list[int]]:
-        """The gradients, and which are missing; see ``PendingGradients.take``."""
-        contributions = handle.pending_gradients
-        add_up = None if contributions.tensor_parallel is None else partial(self._add_up, handle)
-        return contributions.take(handle.unsharded.params, add_up)
 
     @in_range("all_reduce over tensor-parallel ranks of")
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
@@ -365,26 +333,33 @@ class Communicator(AllGathers):
         Returns:
             Whether the result is added to a gradient that was there before.
         """
-        if handle.mesh.has_whole:
-            return self._reduce_whole(handle, is_kept, averages)
-        contributions = handle.pending_gradients
-        if contributions.accumulation is not None:
-            contributions.follow_zero_grad()
-        if averages:
-            contributions.awaits_publication = True
-        grads, missing = self._take(handle)
+        pending = handle.pending_gradients
+        if pending.accumulation is not None:
+            pending.follow_zero_grad()
+        add_up = None if pending.tensor_parallel is None else partial(self._add_up, handle)
+        grads, missing = pending.take(handle.unsharded.params, add_up)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
-        reduction = contributions.reduction
+        if handle.mesh.has_whole:
+            if not averages:
+                accumulate(handle, grads)
+                return False
+            average = take_whole(handle, grads, missing)
+            self._start(handle, average)
+            self._averages.append((handle, average))
+            return average.is_added
+        if averages:
+            pending.awaits_publication = True
+        reduction = pending.reduction
         buffer = None if reduction is None else reduction.buffer
         if reduction is None or buffer is None or buffer.pool is not self._pool:
             buffer = self._buffer_for(handle)
             reduction = handle.prepare_reduction(buffer)
         if buffer in self._in_flight:
             self._finish(buffer)
-        accumulation, earlier = contributions.accumulation, None
+        accumulation, earlier = pending.accumulation, None
         if accumulation is not None:
-            contributions.accumulation = None
+            pending.accumulation = None
             earlier = accumulation.scattered
         if accumulation is not None and accumulation.flat is not None:
             accumulation.add(grads)
@@ -399,31 +374,15 @@ class Communicator(AllGathers):
         del grads, accumulation
         if averages:
             is_added = handle.gradient.prepare() is ADDED
-            reduction.set_target(contributions.options, handle.gradient.target, is_added, earlier)
+            reduction.set_target(pending.options, handle.gradient.target, is_added, earlier)
         else:
             is_added = earlier is not None
-            reduction.set_keeper(contributions.options, keep_result, earlier)
+            reduction.set_keeper(pending.options, keep_result, earlier)
         self._in_flight[buffer] = handle, reduction
         self._start(handle, reduction)
         if self._reduce_stream is not None:
             self._go_on(handle, reduction)
         return is_added
-
-    def _reduce_whole(self, handle: FlatParamHandle, is_kept: bool, averages: bool) -> bool:
-        """Like ``reduce``, for a handle that every rank holds whole."""
-        if not averages:
-            self.accumulate(handle, is_kept)
-            return False
-        contributions = handle.pending_gradients
-        if contributions.accumulation is not None:
-            contributions.follow_zero_grad()
-        grads, missing = self._take(handle)
-        if not is_kept:
-            self.reshard(handle)
-        average = take_whole(handle, grads, missing)
-        self._start(handle, average)
-        self._averages.append((handle, average))
-        return average.is_added
 
     @in_range(attrgetter("span"))
     def _start(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage) -> None:
@@ -523,3 +482,25 @@ class Communicator(AllGathers):
         elif buffer in self._in_flight:
             self._finish(buffer)
         return buffer
+
+    # ---- Helpers for both kinds of collectives
+
+    def _wait_for_stream(self, stream: Any) -> None:
+        """Make compute wait for everything on a side stream. The ``wait()`` of a simulated group does nothing: its
+        copies are kernels on the stream that issued them."""
+        self._module.current_stream(self._device).wait_stream(stream)
+
+    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        group = handle.mesh.peers
+        failure = loss(f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", difference_of(group), error)
+        give_up(group, failure)
+        return failure
+
+    def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        names = ", ".join(handle.names)
+        return RuntimeError(
+            f"rank {handle.mesh.rank}: the memory of unsharded parameters cannot be freed, because forward has passed "
+            f"it to NumPy, and torch cannot take it back. It is one of {names}. Call .numpy() on a clone() of the "
+            "parameter, or outside forward on .full_tensor() of the sharded one; this model cannot continue: build "
+            f"it again ({error})"
+        )

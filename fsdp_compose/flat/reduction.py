@@ -1,8 +1,9 @@
-"""The reduction of one flat gradient: the memory it reads, the collective in flight, and where the result goes.
+"""The reduction of one flat gradient, in stages: the memory it reads, the collective in flight, and where the result
+goes.
 
-``Communicator`` drives it. Note [Padding is zero]. Shards and flat gradients are padded with zeros. Flat parameters of
-different layouts share the reduce buffer, so a reduction that takes it over from another layout first zeroes its own
-padding.
+``Communicator`` issues a stage, waits for it, and calls what follows. Which stages there are is decided here, when a
+reduction is made and when it is given its target: hybrid sharding, ``replicate``, ``no_sync`` and host memory differ in
+that alone.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class ReduceBuffer:
 
     def take(self, reduction: Reduction) -> None:
         """Make room for a reduction, with zeros in its padding."""
+        # Flat parameters of different layouts share the buffer, and flat gradients are padded with zeros: a reduction
+        # that takes the buffer over from another layout zeroes its own padding.
         if self.zeroed_gaps is not reduction.gap_bounds:  # otherwise there is room: equal paddings mean equal lengths
             self.make_room(reduction.flat.nbytes)
             if reduction.gaps:
@@ -143,8 +146,8 @@ class Reduction:
         buffer: the pooled memory that ``flat`` views, if any.
         views: views of ``flat``, in the parameters' shapes.
         gaps: the padding of ``flat``; ``gap_bounds`` is one object for equal paddings.
-        goes_direct: the result can arrive in the caller's memory.
-        has_own_output: otherwise, it arrives in memory of its own, because it outlives the content of the buffer.
+        goes_direct: the result can arrive in the target.
+        has_own_output: a result that cannot arrives in memory of its own, not in ``flat``.
         work: the collective in flight, for which the caller waits.
         output: where the result arrives, while it is in flight.
         then: what follows the first stage.
@@ -182,7 +185,7 @@ class Reduction:
         self._apply_options(AVERAGE)
         self._kept_dtype = torch.promote_types(flat.dtype, dtype)
         self.goes_direct = flat.dtype == dtype and mesh.data_world_size > 1
-        self.has_own_output = mesh.replica_transport is not None
+        self.has_own_output = mesh.replica_transport is not None  # it outlives the content of the buffer
         self._following: Then = average_replicas if self.has_own_output else finish
         self.then = self._following
         self.discard()
@@ -248,14 +251,14 @@ def finish(_handle: object, reduction: Reduction) -> None:
 
 def average_replicas(_handle: object, reduction: Reduction) -> ReplicaAverage:
     """Make the second stage, from the result of the first."""
-    output, target, earlier, (_, is_average, after) = (
-        reduction.output, reduction._target, reduction._earlier, reduction._factors
-    )  # fmt: skip
+    output, target, earlier = reduction.output, reduction._target, reduction._earlier
+    _, is_average, after = reduction._factors
     assert output is not None and target is not None
     # Keep both terms of the sum until everything is done: another stream may read them.
     terms = output, earlier
     reduction.output = reduction._target = reduction._earlier = None
-    reduction.then = _forget  # this may run as soon as the first stage is issued; its end still comes
+    # With streams this runs as soon as the first stage is issued, and compute still has to wait for that stage.
+    reduction.then = _forget
     scattered = add_scattered(output, earlier, output.dtype)
     return ReplicaAverage(scattered, target, reduction._is_added, is_average, after, reduction._options.hook, terms)
 

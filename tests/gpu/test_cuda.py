@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compose import MixedPrecisionPolicy, trace
 from fsdp_compose.flat import FlatParamHandle
-from fsdp_compose.flat.collectives import AllGathers
+from fsdp_compose.flat.collectives import Communicator
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import sgd
@@ -87,17 +87,17 @@ def test_training_equals_training_on_the_cpu():
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, which: str) -> list[str]:
     """Let a kernel sleep on a stream before each all-gather; returns a list that gets an entry each time."""
-    original: Callable[..., None] = AllGathers.unshard
+    original: Callable[..., None] = Communicator.unshard
     delays = []
 
-    def start(self: AllGathers, handle: FlatParamHandle) -> None:
+    def start(self: Communicator, handle: FlatParamHandle) -> None:
         stream = self._all_gather_stream if which == "all-gather" else torch.cuda.current_stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(CYCLES)
         delays.append(which)
         original(self, handle)
 
-    monkeypatch.setattr(AllGathers, "unshard", start)
+    monkeypatch.setattr(Communicator, "unshard", start)
     return delays
 
 

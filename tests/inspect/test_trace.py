@@ -27,7 +27,7 @@ from fsdp_compose import (
     summon_full_params,
     trace,
 )
-from fsdp_compose.flat.collectives import AllGathers
+from fsdp_compose.flat.collectives import Communicator
 from fsdp_compose.flat.events import _methods
 from fsdp_compose.group.parameter_swap import ParameterSwap
 from fsdp_compose.group.registry import _get_fsdp_handles
@@ -476,4 +476,4 @@ def test_a_copy_that_is_made_meanwhile_is_not_traced():
         model = shard_layers(Stack())
         with trace(model) as found:
             step(copy.deepcopy(model))
-        assert not found.events and AllGathers.reshard.__name__ == "reshard"
+        assert not found.events and Communicator.reshard.__name__ == "reshard"
