@@ -354,7 +354,7 @@ class Communicator:
         buffer = None if reduction is None else reduction.buffer
         if reduction is None or buffer is None or buffer.pool is not self._pool:
             buffer = self._buffer_for(handle)
-            reduction = handle.prepare_reduction(buffer)
+            reduction = pending.reduction = handle.reduction_of(buffer.view(handle.layout.flat_numel), buffer)
         if buffer in self._in_flight:
             self._finish(buffer)
         accumulation, earlier = pending.accumulation, None

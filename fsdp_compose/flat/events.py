@@ -125,6 +125,8 @@ def in_range(what: str | Callable[..., str], when: Callable[[Any], bool] | None 
 class _Profiler:
     """torch's profiler, as a listener."""
 
+    is_listening = False
+
     def begin(self, what: str, group: Group | None, name: str) -> End:
         item = record_function(f"fsdp_compose::{what} {name}")
         item.__enter__()
@@ -132,12 +134,10 @@ class _Profiler:
 
 
 _profiler = _Profiler()
-_is_listening = False
 
 
 def follow_profiler() -> None:
     """Report spans from now on if a profiler runs; checked at the start of iterations and backwards."""
-    global _is_listening
-    if is_profiling() is not _is_listening:
-        _is_listening = not _is_listening
-        (listen if _is_listening else stop_listening)(_profiler)
+    if is_profiling() is not _profiler.is_listening:
+        _profiler.is_listening = not _profiler.is_listening
+        (listen if _profiler.is_listening else stop_listening)(_profiler)

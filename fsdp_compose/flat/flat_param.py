@@ -275,12 +275,6 @@ class FlatParamHandle(_Referable):
         """Call the hooks of flat views for gradients that reached some sharded parameters through autograd."""
         self.gradient.show_to_segments(sharded_params)
 
-    def prepare_reduction(self, buffer: ReduceBuffer) -> Reduction:
-        """Set the reduction that goes through a pooled buffer."""
-        reduction = self.reduction_of(buffer.view(self.layout.flat_numel), buffer)
-        self.pending_gradients.reduction = reduction
-        return reduction
-
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
         """Make a reduction of ``flat``, a whole flat gradient; ``buffer`` is its memory, if that is pooled."""
         return self.storage.reduction(self.layout, self.mesh, self.gradient.dtype, flat, buffer)

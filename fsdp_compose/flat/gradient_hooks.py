@@ -294,11 +294,6 @@ class GradientHooks(ParameterOwner):
             queue_end_of_backward(_EndOfBackward(self))
         self._accumulated.add(index)
 
-    def end_of_backward(self) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.after_publication(self._call_for_the_rest)
-
     def _call_for_the_rest(self) -> None:
         """Call the hooks of sharded parameters that have a gradient from autograd that no publication has shown to
         them."""
@@ -345,7 +340,9 @@ class _EndOfBackward:
     def __call__(self) -> None:
         hooks, self._hooks = self._hooks, None
         assert hooks is not None
-        hooks.end_of_backward()
+        owner = hooks._owner()
+        if owner is not None:
+            owner.after_publication(hooks._call_for_the_rest)
 
     def __del__(self) -> None:
         if self._hooks is not None:
