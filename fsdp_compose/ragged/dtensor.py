@@ -35,7 +35,7 @@ from .._torch import (
     set_local_tensor,
 )
 from ..comm import Label, device_for, transport_of
-from .gather import DifferentiableGather
+from .gather import DifferentiableGather, refuse_transforms
 from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, note_write_of_all_ranks, parameter_owners, requires_grad_writes
 from .placement import RaggedShard, RaggedSpec
 
@@ -506,6 +506,7 @@ class _RaggedGather(DifferentiableGather):
 
 def _gather(tensor: RaggedDTensor, averages: bool = True) -> DTensor:
     """Gather a ragged tensor, differentiably."""
+    refuse_transforms()
     (whole,) = _RaggedGather(tensor._spec.placements, averages).apply([tensor])
     result: DTensor = whole
     return result
@@ -513,6 +514,7 @@ def _gather(tensor: RaggedDTensor, averages: bool = True) -> DTensor:
 
 def _scatter(whole: DTensor, placements: Sequence[Placement], averages: bool) -> RaggedDTensor:
     """Shard a tensor, differentiably; with ``averages``, the average of what the ranks have."""
+    refuse_transforms()
     (sharded,) = _RaggedGather(placements, averages).deliver([whole])
     assert isinstance(sharded, RaggedDTensor)
     return sharded

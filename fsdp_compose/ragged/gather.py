@@ -18,9 +18,19 @@ from typing import Any
 
 import torch
 
-from .._torch import in_forward_ad
+from .._torch import in_forward_ad, in_transform
 
 Tensors = Sequence["torch.Tensor | None"]
+_REFUSED = (
+    "a transform of torch.func (grad, vmap, jvp, ...) cannot gather or shard a DTensor that is not a parameter of a "
+    "fully_shard group: call full_tensor() before the transform, and compute with the result"
+)
+
+
+def refuse_transforms() -> None:
+    """Raise inside a transform of ``torch.func``, whose tensors hide that they are DTensors."""
+    if in_transform():
+        raise NotImplementedError(_REFUSED)
 
 
 class DifferentiableGather(ABC):
@@ -50,10 +60,7 @@ class DifferentiableGather(ABC):
 
     def refuse_batches(self) -> NotImplementedError:
         """The error for a ``vmap`` over sharded tensors or their gradients."""
-        return NotImplementedError(
-            "torch.func.vmap over a sharded tensor, or over its gradient: a batch of sharded tensors cannot be "
-            "gathered or reduced. Compute with its full_tensor(), made outside vmap"
-        )
+        return NotImplementedError(_REFUSED)
 
 
 class _Operation(torch.autograd.Function):

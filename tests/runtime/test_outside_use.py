@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.func import grad as grad_of
+from torch.func import jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -313,6 +316,28 @@ def test_inside_the_forward_of_a_parent(mode: str) -> None:
         model(local_part(ids(step))).square().mean().backward()
         reference(ids(step)).square().mean().backward()
         assert_same(model, reference)
+
+
+@pytest.mark.parametrize("mode", ["default", "functional"])
+@distributed(world_size=2, timeout=120)  # torch imports much for its first transform
+def test_inside_transforms_of_torch_func(mode: str) -> None:
+    """A transform may use the weight as a constant; what it computes has a gradient for the weight."""
+    model, reference = trunks(mode)
+    h, whole = model(local_part(ids())).detach(), reference(ids()).detach()
+
+    def energy(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, full(weight)).square().sum()
+
+    ours, expected = (partial(energy, one.head.weight) for one in (model, reference))
+    forces, whole_forces = grad_of(ours)(h), grad_of(expected)(whole)
+    torch.testing.assert_close(forces, local_part(whole_forces))
+    torch.testing.assert_close(vmap(grad_of(ours))(h), forces)
+    torch.testing.assert_close(jvp(ours, (h,), (h,)), jvp(expected, (h,), (h,)))
+    forces.square().mean().backward()
+    whole_forces.square().mean().backward()
+    assert_same(model, reference)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*full_tensor\(\) before"):
+        grad_of(partial(energy, model.head.weight.detach()))(h)
 
 
 @distributed(world_size=2)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor, without_dispatch
 from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
-from ..gather import DifferentiableGather
+from ..gather import DifferentiableGather, refuse_transforms
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedSpec
 
@@ -363,6 +363,7 @@ class GatheredView(DTensor):
 
     def _averaging(self) -> DTensor:
         """Return a copy, as a plain DTensor, for each rank to use by itself: see ``RaggedDTensor.full_tensor``."""
+        refuse_transforms()
         (copy,) = _UsedByEachRank().apply([self])
         result: DTensor = copy
         return result
