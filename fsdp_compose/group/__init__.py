@@ -49,6 +49,7 @@ from .debug import look_after_standstill as look_after_standstill
 from .graph import CAPTURED as CAPTURED
 from .graph import CapturedGroup as CapturedGroup
 from .graph import GraphPlan as GraphPlan
+from .graph import VersionsBefore as VersionsBefore
 from .graph import captured_leaves as captured_leaves
 from .graph import graph_plan_of as graph_plan_of
 from .graph import hold as hold

@@ -7,7 +7,7 @@ inputs, and one string. The graph is guarded on that string alone; it names what
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from .._torch import DTensorSpec
+from ..errors import MisuseRuntimeError
 from ..flat import (
     CapturedShard,
     FlatParamHandle,
@@ -217,3 +218,36 @@ def captured_leaves(handle: FlatParamHandle) -> list[nn.Parameter]:
 def is_capturable(handles: Sequence[FlatParamHandle]) -> bool:
     """Whether graphs can do everything that these handles need."""
     return all(handle.unsharded.shows_shards and not handle.storage.has_host_gradients for handle in handles)
+
+
+class VersionsBefore:
+    """Parameter versions of groups that graphs may run, taken before they run."""
+
+    def __init__(self, states: Iterable[_FSDPState]) -> None:
+        self._before = [(weakref.ref(state), state.shard_versions()) for state in states]
+
+    def add(self, state: _FSDPState) -> None:
+        """Add a group that a graph is about to run for the first time."""
+        if state not in [ref() for ref, _ in self._before]:
+            self._before.append((weakref.ref(state), state.shard_versions()))
+
+    def check_forward(self) -> None:
+        """Raise if the forward has written to sharded parameters."""
+        # A graph does not know that the parameters that it gathers share memory with those that forward writes to, so
+        # it may read them before or after the write.
+        for ref, versions in self._before:
+            state = ref()
+            if state is not None and state.shard_versions() != versions:
+                raise MisuseRuntimeError(
+                    f"a forward has written to sharded parameters of the fully_shard group {state.name}, which "
+                    "torch.compile runs in a graph: the graph may have computed with the old values. Write to "
+                    "parameters outside forward, or exclude the module that writes from the graph "
+                    "(torch.compiler.disable) and compile the sharded modules one by one"
+                )
+
+    def check_backward(self) -> None:
+        """Raise if parameters have changed since."""
+        for ref, versions in self._before:
+            state = ref()
+            if state is not None:
+                state.check_versions(versions)

@@ -19,7 +19,7 @@ from .._torch import backwards
 from ..flat import FlatParamHandle, Region
 
 if TYPE_CHECKING:
-    from .graph import CapturedGroup
+    from .graph import CapturedGroup, VersionsBefore
     from .parameter_swap import ParameterSwap
     from .state import _FSDPState
 
@@ -193,16 +193,6 @@ class StepCounts:
     recent: Counter[int] = field(default_factory=Counter)  # by the number of the optimizer, since the last exchange
 
 
-class CapturedVersions(Protocol):
-    """Parameter versions, at the start of a forward, of groups that graphs of ``torch.compile`` may run in it."""
-
-    def check_forward(self) -> None:
-        """Raise if the forward has changed parameters of these groups, before or after graphs read them."""
-
-    def check_backward(self) -> None:
-        """Raise if parameters of these groups were changed between the forward and its backward."""
-
-
 @dataclass(slots=True, eq=False)
 class ForwardRecord:
     """The groups that one top-level forward ran, by index."""
@@ -214,7 +204,7 @@ class ForwardRecord:
     begun: list[int] = field(default_factory=list)
     # Groups that backward will reach, in the order in which their forwards ended; drives backward prefetch.
     hooked: list[int] = field(default_factory=list)
-    captured: CapturedVersions | None = None  # versions of groups that graphs may have run, if there are any
+    captured: VersionsBefore | None = None  # versions of groups that graphs may have run, if there are any
 
 
 class _Registrations:

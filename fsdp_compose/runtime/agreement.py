@@ -7,9 +7,7 @@ before each reduction in functional mode. Graphs captured by ``torch.compile`` a
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +25,7 @@ from ..group import (
     Entry,
     GraphPlan,
     Root,
+    VersionsBefore,
     _FSDPState,
     first_difference_of_entries,
     graph_plan_of,
@@ -150,39 +149,6 @@ def end_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
 # shapes are not compared, because ranks may compile those at different times.
 
 
-class VersionsBefore:
-    """Parameter versions of groups that graphs may run, taken before they run."""
-
-    def __init__(self, states: Iterable[_FSDPState]) -> None:
-        self._before = [(weakref.ref(state), state.shard_versions()) for state in states]
-
-    def add(self, state: _FSDPState) -> None:
-        """Add a group that a graph is about to run for the first time."""
-        if state not in [ref() for ref, _ in self._before]:
-            self._before.append((weakref.ref(state), state.shard_versions()))
-
-    def check_forward(self) -> None:
-        """Raise if the forward has written to sharded parameters."""
-        # A graph does not know that the parameters that it gathers share memory with those that forward writes to, so
-        # it may read them before or after the write.
-        for ref, versions in self._before:
-            state = ref()
-            if state is not None and state.shard_versions() != versions:
-                raise MisuseRuntimeError(
-                    f"a forward has written to sharded parameters of the fully_shard group {state.name}, which "
-                    "torch.compile runs in a graph: the graph may have computed with the old values. Write to "
-                    "parameters outside forward, or exclude the module that writes from the graph "
-                    "(torch.compiler.disable) and compile the sharded modules one by one"
-                )
-
-    def check_backward(self) -> None:
-        """Raise if parameters have changed since."""
-        for ref, versions in self._before:
-            state = ref()
-            if state is not None:
-                state.check_versions(versions)
-
-
 @dataclass(slots=True, eq=False)
 class _Capture:
     """The groups that Dynamo has traced in one attempt to trace a frame."""
@@ -206,7 +172,7 @@ def note_capture(state: _FSDPState, key: str, index: int) -> None:
     root = state.root
     if root is not None:
         versions = root.forward.record.captured
-        if not isinstance(versions, VersionsBefore):
+        if versions is None:
             versions = VersionsBefore(())
             root.forward.record.captured = versions
         versions.add(state)

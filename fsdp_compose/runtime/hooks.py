@@ -39,6 +39,7 @@ from ..group import (
     GroupUse,
     HookedUse,
     Root,
+    VersionsBefore,
     _FSDPState,
     find_untied,
     never_traced,
@@ -48,7 +49,6 @@ from ..group import (
     traced_inside_others,
 )
 from . import graph_mode as captured
-from .agreement import VersionsBefore
 from .backward import keep_unsharded, publish_from_inside
 from .default_mode import DEFAULT
 from .differentiable_gather import notice_inputs
