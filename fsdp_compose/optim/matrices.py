@@ -173,13 +173,13 @@ class Stack:
         return self.count * self.rows * self.cols
 
 
-def stacks_of(param: int, item: Matrices, owners: Sequence[int]) -> list[Stack]:
-    """The stacks of one parameter, in order. Matrices with the owner -1 are left out."""
+def stacks_of(param: int, item: Matrices, owners: Sequence[int], chosen: range | None = None) -> list[Stack]:
+    """The stacks of one parameter, in order; ``chosen``: of these matrices. Those with the owner -1 are left out."""
     result: list[Stack] = []
-    first = 0
-    while first < item.count:
+    first, end = (0, item.count) if chosen is None else (chosen.start, chosen.stop)
+    while first < end:
         last = first + 1
-        while last < item.count and owners[last] == owners[first]:
+        while last < end and owners[last] == owners[first]:
             last += 1
         start, stop = first * item.numel, last * item.numel
         if owners[first] >= 0:
@@ -464,11 +464,14 @@ class Member(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """Matrices that travel together: ``exchange`` on this replica. ``parts``: for each replica, the (parameter, start,
-    number of elements) of what this rank gets from it, if replicas share the work."""
+    """Matrices that travel together."""
 
-    exchange: Exchange
+    exchange: Exchange  # of this replica's matrices
+    # For each replica, the (parameter, start, number of elements) of what this rank gets from it, if replicas share the
+    # work.
     parts: list[list[tuple[int, int, int]]]
+    begun: list[int]  # the parameters whose first matrix is here
+    ended: list[int]  # ... and whose last one is
 
 
 @dataclass(eq=False)
@@ -542,28 +545,43 @@ class Plan:
 
     def _buckets(self, present: bytes) -> Iterator[Bucket]:
         starts = [member.shape.start for member in self.members]
-        stacks: list[Stack] = []
-        parts: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_replicas)]
-        nbytes, last = 0, max((i for i, is_present in enumerate(present) if is_present), default=-1)
-        for i, member in enumerate(self.members[: last + 1]):
-            if present[i]:
-                item = member.shape.matrices
-                stacks += stacks_of(i, item, self.owners[i])
+        for pieces in self._pieces(present):
+            stacks: list[Stack] = []
+            parts: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_replicas)]
+            for i, chosen in pieces:
+                item = self.members[i].shape.matrices
+                stacks += stacks_of(i, item, self.owners[i], chosen)
                 if self.num_replicas > 1:
-                    for replica, start, numel in _overlaps(item, self.replicas[i], starts[i], self.rank):
-                        parts[replica].append((i, start, numel))
-                nbytes += item.count * item.numel * self.ns_dtype.itemsize
-            if nbytes >= self.bucket_bytes or i == last:
-                yield Bucket(Exchange(stacks, self.rank, self.num_ranks, starts), parts)
-                stacks, parts, nbytes = [], [[] for _ in range(self.num_replicas)], 0
+                    for k, start, numel in _overlaps(item, chosen, starts[i], self.rank):
+                        parts[self.replicas[i][k]].append((i, start, numel))
+            exchange = Exchange(stacks, self.rank, self.num_ranks, starts)
+            begun = [i for i, chosen in pieces if not chosen.start]
+            ended = [i for i, chosen in pieces if chosen.stop == len(self.owners[i])]
+            yield Bucket(exchange, parts, begun, ended)
+
+    def _pieces(self, present: bytes) -> Iterator[list[tuple[int, range]]]:
+        """Cut the matrices into buckets: parameters, and which of their matrices."""
+        pieces: list[tuple[int, range]] = []
+        room = self.bucket_bytes
+        for i, member in enumerate(self.members):
+            item = member.shape.planned  # ranks that compute a matrix together cut alike
+            nbytes, first = max(1, item.numel * self.ns_dtype.itemsize), 0
+            while present[i] and first < item.count:
+                last = min(item.count, first + max(1, room // nbytes))
+                pieces.append((i, range(first, last)))
+                room -= (last - first) * nbytes
+                first = last
+                if room <= 0:
+                    yield pieces
+                    pieces, room = [], self.bucket_bytes
+        if pieces:
+            yield pieces
 
 
-def _overlaps(item: Matrices, replicas: Sequence[int], start: int, rank: int) -> Iterator[tuple[int, int, int]]:
-    """For each matrix of which this rank has a part: its replica, where the part is, and how long."""
+def _overlaps(item: Matrices, chosen: range, start: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """For each of some matrices of which this rank has a part: its number, where the part is, and how long."""
     stop = start + item.counts[rank]
-    for k in range(start // item.numel if item.numel else 0, item.count):
+    for k in chosen:
         begin, end = max(start, k * item.numel), min(stop, (k + 1) * item.numel)
-        if begin >= stop:
-            return
         if end > begin:
-            yield replicas[k], begin - start, end - begin
+            yield k, begin - start, end - begin

@@ -233,15 +233,23 @@ class Muon(Optimizer):
         present = bytes([member.param.grad is not None for member in plan.members])
         if 1 not in present:
             return
-        updates, device = self._updates(plan), plan.device
-        label, buckets = plan.exchanges_of(present)
+        device, (label, buckets) = plan.device, plan.exchanges_of(present)
+        updates: list[torch.Tensor] = [NOTHING] * len(plan.members)
         transport = NO_TRANSPORT if plan.mesh is None else plan.mesh.transport.among(plan.mesh.shard_group)
         dtype, leaving = self._ns_dtype, None
-        coming = buckets[0].exchange.gather(updates, dtype, device, transport, label)
+
+        def begin(bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
+            self._update(plan, bucket.begun, updates)
+            coming = bucket.exchange.gather(updates, dtype, device, transport, label)
+            for i in bucket.ended:
+                updates[i] = NOTHING
+            return coming
+
+        coming = begin(buckets[0])
         for number, bucket in enumerate(buckets):
             stacks = coming()
             if number + 1 < len(buckets):
-                coming = buckets[number + 1].exchange.gather(updates, dtype, device, transport, label)
+                coming = begin(buckets[number + 1])
             results = _compute(plan, bucket.exchange.owned, stacks)
             if leaving is not None:
                 _apply(plan, leaving())
@@ -252,25 +260,20 @@ class Muon(Optimizer):
         _apply(plan, leaving())
         note_write_of_all_ranks([member.param for member in plan.members if member.param.grad is not None])
 
-    def _updates(self, plan: Plan) -> list[torch.Tensor]:
-        """By parameter, this rank's part of the update, before it is orthogonalized, 1-D; momentum is updated."""
-        updates: list[torch.Tensor] = [NOTHING] * len(plan.members)
+    def _update(self, plan: Plan, indices: Sequence[int], updates: list[torch.Tensor]) -> None:
+        """Update the momentum of some parameters, and fill in this rank's parts of their updates, 1-D, before they are
+        orthogonalized."""
         by_group: dict[int, list[int]] = {}
-        for i, member in enumerate(plan.members):
-            if member.param.grad is not None:
-                by_group.setdefault(id(member.group), []).append(i)
-        for indices in by_group.values():
-            group = plan.members[indices[0]].group
-            grads = [_local_gradient(plan.members[i].param) for i in indices]
-            buffers = [local_of(self._momentum_of(plan.members[i].param)) for i in indices]
+        for i in indices:
+            by_group.setdefault(id(plan.members[i].group), []).append(i)
+        for chosen in by_group.values():
+            group = plan.members[chosen[0]].group
+            grads = [_local_gradient(plan.members[i].param) for i in chosen]
+            buffers = [local_of(self._momentum_of(plan.members[i].param)) for i in chosen]
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            if group["nesterov"]:
-                found = [grad.lerp(buffer, group["momentum"]) for grad, buffer in zip(grads, buffers, strict=True)]
-            else:
-                found = buffers
-            for i, update in zip(indices, found, strict=True):
+            for i, grad, buffer in zip(chosen, grads, buffers, strict=True):
+                update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
                 updates[i] = update.reshape(-1)
-        return updates
 
     def _momentum_of(self, param: torch.Tensor) -> torch.Tensor:
         state = self.state[param]
@@ -400,9 +403,7 @@ def _report(plans: Sequence[Plan]) -> MuonReport:
         (_, buckets), size = plan.exchanges_of(b"\1" * len(plan.members)), plan.ns_dtype.itemsize
         moved += sum([2 * bucket.exchange.num_moved * size for bucket in buckets])
         collectives += sum([2 for bucket in buckets if bucket.exchange.num_moved])
-        temporary = max([temporary, *[sum(pair) for pair in pairwise([0, *map(_memory_of, buckets), 0])]])
-        updates = sum([local_of(member.param).nbytes for member in plan.members if member.group["nesterov"]])
-        temporary = max(temporary, temporary + updates)
+        temporary = max([temporary, *[sum(pair) for pair in pairwise([0, *[_memory_of(plan, b) for b in buckets], 0])]])
     total = sum(loads)
     return MuonReport(
         sum(owned), tuple(owned), max(loads) * num_ranks / total if total else 1.0, moved, collectives, temporary,
@@ -410,12 +411,13 @@ def _report(plans: Sequence[Plan]) -> MuonReport:
     )  # fmt: skip
 
 
-def _memory_of(bucket: Bucket) -> int:
-    exchange = bucket.exchange
-    largest = max([stack.numel for stack in exchange.owned], default=0)
-    return (
-        sum([stack.numel for stack in exchange.owned]) + 2 * (exchange.num_sent + exchange.num_received) + 3 * largest
-    )
+def _memory_of(plan: Plan, bucket: Bucket) -> int:
+    """Bytes of a bucket while it is computed: what is sent and received, the stacks, their results, what the iterations
+    take for the largest; and its updates."""
+    exchange, size = bucket.exchange, plan.ns_dtype.itemsize
+    numels = [stack.numel for stack in exchange.owned]
+    updates = sum([local_of(plan.members[i].param).nbytes for i in bucket.begun if plan.members[i].group["nesterov"]])
+    return size * (exchange.num_sent + exchange.num_received + 2 * sum(numels) + 3 * max(numels, default=0)) + updates
 
 
 # ---- Checks, and the steps of one plan
