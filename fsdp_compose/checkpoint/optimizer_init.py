@@ -5,8 +5,8 @@ of dimensions. The shapes of its state then tell which state is shaped like the 
 
     parameter (2, 3)  ->  exp_avg (2, 3)  like the parameter      row_var (2, 1)  its rows      step ()  a scalar
 
-Only steps that are known to touch nothing else are tried: those of ``torch.optim`` and of optimizers that were declared
-element-wise.
+Only steps that are known to touch nothing else are tried: those of ``torch.optim``, of this package's optimizers, and
+of optimizers that were declared element-wise.
 
 A sharded state dict holds such state as a pending tensor: a placeholder to load into (second section)."""
 
@@ -90,7 +90,8 @@ def _step_is_known(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         return False  # LBFGS needs a closure, SparseAdam sparse gradients
     definer = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
-    return f"{definer.__module__}.".startswith("torch.optim.") or definer in elementwise_classes
+    is_known = f"{definer.__module__}.".startswith(("torch.optim.", "fsdp_compose.optim."))
+    return is_known or definer in elementwise_classes
 
 
 def _try_step(

@@ -29,6 +29,7 @@ from .shared_memory import Descriptor, SharedMemory
 from .transport import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     INTRODUCTION,
     MESSAGES,
     REDUCE_SCATTER,
@@ -141,6 +142,19 @@ class Messages(Transport):
         receivers = self._peers if is_everywhere else [] if self._rank == 0 else [0]
         nbytes = sum(stop - start for start, stop in ranges) * part.element_size()
         self.exchange([(rank, part) for rank in receivers], received, nbytes, label)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        num_moved: int,
+        label: Label,
+    ) -> Work:
+        flight = _InFlight(self, self._journal.enter(ALL_TO_ALL, label, num_moved * sent.element_size()))
+        flight.issue(enumerate(received.split([*received_sizes])), enumerate(sent.split([*sent_sizes])))
+        return flight
 
     def skip(self, nbytes: int, label: Label) -> None:
         # Other ranks of the mesh enter a gather, and all share one journal, whose numbers must stay equal.

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from .._torch import group_timeout
-from ..errors import RanksDifferError
+from ..errors import RankLostError, RanksDifferError
 from .context import kept_for, known_for
 from .failure import (
     PERIOD,
@@ -168,6 +168,8 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     try:
         with meeting:
             yield
+    except (RankLostError, RanksDifferError):
+        raise
     except RuntimeError as error:
         is_lost = isinstance(error, TimedOut) or "gloo/transport" in str(error)  # gloo's source: others are of the call
         if not (is_lost or meeting.difference):

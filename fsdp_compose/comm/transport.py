@@ -21,7 +21,9 @@ from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, g
 # ---- Kinds of collectives, and labels for what they carry, as errors and schedules print them.
 
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND = KINDS = (
+(
+    ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND, ALL_TO_ALL
+) = KINDS = (
     "all-gather",
     "reduce-scatter",
     "all-reduce",
@@ -31,7 +33,8 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD
     "exchange at the end of forward",
     "introduction before the first long sum",
     "round about optional groups",
-)
+    "all-to-all",
+)  # fmt: skip
 GATHER = "gather"  # of unequal parts, or to one rank: several of these collectives, or calls of torch.distributed
 
 
@@ -195,6 +198,22 @@ class Transport:
         options = _ALL_AVERAGE if is_average else _ALL_SUM
         return self.group.allreduce([as_transferable(tensor)], options)
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        num_moved: int,
+        label: Label,
+    ) -> Work:
+        """Send each rank its part of ``sent``, and fill ``received`` with the parts for this rank, in the order of
+        ranks. ``num_moved``: the elements of all parts of all ranks, the same on every rank."""
+        into, out = as_transferable(received), as_transferable(sent)
+        work = dist.all_to_all_single(into, out, [*received_sizes], [*sent_sizes], self.group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        return work
+
     def gather(
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
     ) -> None:
@@ -298,7 +317,7 @@ class Collective:
     Attributes:
         kind: one of ``KINDS``, or ``GATHER``.
         label: the parameters that it is for.
-        numel, dtype: of the whole tensor, which each rank has before or after it.
+        numel, dtype: of the whole tensor, which each rank has before or after it; of an all-to-all, of all that moves.
         num_ranks: how many ranks take part.
         place: for a gather, which ranks get the whole tensor, in words.
     """
@@ -374,6 +393,20 @@ class Recorder(Transport):
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         collective = self._issue(ALL_REDUCE, label, tensor)
         return self._under_way(collective, self.inner.all_reduce(tensor, is_average, label))
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        num_moved: int,
+        label: Label,
+    ) -> Work:
+        collective = Collective(ALL_TO_ALL, str(label), num_moved, sent.dtype, self.group.size())
+        self._notes.issue(collective)
+        work = self.inner.all_to_all(received, sent, received_sizes, sent_sizes, num_moved, label)
+        return self._under_way(collective, work)
 
     def gather(
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label

@@ -27,6 +27,7 @@ from ..flat import (
 )
 from ..group import _get_fsdp_states, after_every_step, before_every_step
 from ..ragged import note_write_of_all_ranks
+from .muon import Muon
 
 # ---- Optimizers that treat every element alike: only these may train flat views.
 
@@ -40,7 +41,8 @@ elementwise_classes: list[type[Optimizer]] = [
 
 _REFUSED: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "it keeps averages of the rows and columns of each parameter",
-    torch.optim.Muon: "it orthogonalises each parameter as a matrix",
+    torch.optim.Muon: "it orthogonalizes each parameter as a matrix",
+    Muon: "it orthogonalizes each parameter as a matrix",
     torch.optim.LBFGS: "it gathers the whole gradient and its history on every rank, so flat views gain nothing, "
     "and its inner products are wrong on local tensors",
     torch.optim.SparseAdam: "it takes sparse gradients only",

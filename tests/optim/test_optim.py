@@ -668,7 +668,7 @@ def test_optimizers_that_need_shapes_are_refused_before_anything_changes():
         MyAdamW(flat).step()
         assert declare_elementwise(Undeclared) is Undeclared
         Undeclared(flat).step()
-        with pytest.raises(ValueError, match="orthogonalises"):
+        with pytest.raises(ValueError, match="orthogonalizes"):
             declare_elementwise(torch.optim.Muon)
         with pytest.raises(TypeError, match="Optimizer"):
             declare_elementwise(Net)

@@ -1,0 +1,233 @@
+"""A step of Muon on matrices of a Llama: CPU time of all ranks, wall time, and bytes that travel.
+
+Next to ours: FSDP2 with ``full_tensor()`` of each update, orthogonalized on every rank, as users write it; ``torch``'s
+Muon on FSDP2's parameters and on ours; and owners with an all-to-all of FSDP2's even shards, written from what
+torchtitan says of its DistMuon (with our planning and our collectives, so that only the layout differs). All step in
+turn, in another random order each round, with the same gradients; medians of ratios of single rounds.
+
+    python benchmarks/muon.py                            # 2 processes
+    python benchmarks/muon.py --processes 4
+    python benchmarks/muon.py --quick
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import sqrt
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from models import Llama
+from processes import run_on_ranks, time_in_turn
+from report import column
+from systems import FSDP2, OURS, wrap
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compose.comm import Label, transport_of
+from fsdp_compose.optim import Muon
+from fsdp_compose.optim.matrices import Exchange, assign, matrices_of, stacks_of
+from fsdp_compose.optim.muon import NS_COEFFICIENTS, orthogonalize
+from fsdp_compose.ragged import RunLengths
+
+FULL_TENSOR, ALL_TO_ALL = f"{FSDP2} + full_tensor()", f"{FSDP2} + all-to-all"
+TORCH_ON_FSDP2, TORCH_ON_OURS = f"{FSDP2}, torch's Muon", f"{OURS}, torch's Muon"
+SIZES = {"tiny": (64, 16), "small": (256, 6), "medium": (512, 3)}  # width, blocks
+LR, MOMENTUM, DECAY = 0.02, 0.95, 0.1
+
+
+@dataclass(frozen=True)
+class Row:
+    matrices: str = column("matrices")
+    system: str = column("system")
+    cpu_ms: float = column("CPU ms", ".1f")
+    to_full_tensor: float = column("to full_tensor()", ".3f")
+    wall_ms: float = column("wall ms", ".1f")
+    wall_ratio: float = column("to full_tensor()", ".3f")
+    sent_mb: float = column("sent MB", ".2f")
+    sent_ratio: float = column("to full_tensor()", ".3f")
+
+
+class _Written(torch.optim.Optimizer):
+    """The parts of Muon that the two on FSDP2 share."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": LR})
+        self.params = self.param_groups[0]["params"]
+
+    def update(self, param: Any) -> Any:
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param.grad)
+        state["momentum_buffer"].lerp_(param.grad, 1 - MOMENTUM)
+        return param.grad.lerp(state["momentum_buffer"], MOMENTUM)
+
+    def apply(self, param: torch.Tensor, target: torch.Tensor, part: torch.Tensor) -> None:
+        target.mul_(1 - LR * DECAY).add_(part, alpha=-LR * sqrt(max(1, param.shape[0] / param.shape[1])))
+
+
+class FullTensor(_Written):
+    """Every rank gathers and orthogonalizes each update, and keeps its rows."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for param in self.params:
+            whole = self.update(param).full_tensor().bfloat16()
+            result = orthogonalize(whole[None], NS_COEFFICIENTS, 5, 1e-7)[0]
+            rows = -(-param.shape[0] // size)
+            self.apply(param, param.to_local(), result[rank * rows : (rank + 1) * rows])
+
+
+class AllToAll(_Written):
+    """Owners of matrices whose rows are sharded evenly, one bucket for each block."""
+
+    def __init__(self, params: Iterable[nn.Parameter], per_bucket: int) -> None:
+        super().__init__(params)
+        self._rank, size = dist.get_rank(), dist.get_world_size()
+        group = self.params[0].device_mesh.get_group()
+        self._transport = transport_of(group, torch.device("cpu"))
+        items = []
+        for param in self.params:
+            rows = -(-param.shape[0] // size)
+            held = [max(0, min(param.shape[0] - rank * rows, rows)) for rank in range(size)]
+            items.append(matrices_of(param.shape, RunLengths.of(held).times(param.shape[1]), None))
+        owners = assign(items, size)
+        starts = [item.counts.start(self._rank) for item in items]
+        self._exchanges = []
+        for first in range(0, len(items), per_bucket):
+            chosen = range(first, min(first + per_bucket, len(items)))
+            stacks = [stack for i in chosen for stack in stacks_of(i, items[i], owners[i])]
+            self._exchanges.append(Exchange(stacks, self._rank, size, starts))
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        updates = [self.update(param).to_local().reshape(-1) for param in self.params]
+        where = (torch.bfloat16, torch.device("cpu"), self._transport, Label(["matrices"]))
+        for exchange in self._exchanges:
+            stacks = exchange.gather(updates, *where)()
+            results = [orthogonalize(stack, NS_COEFFICIENTS, 5, 1e-7) for stack in stacks]
+            for i, start, part in exchange.scatter(results, *where)():
+                param = self.params[i]
+                self.apply(param, param.to_local().view(-1)[start : start + part.numel()], part)
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts what this rank sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented
+        name, others = function._schema.name, dist.get_world_size() - 1
+        if name == "c10d::send":
+            self.num += args[0][0].nbytes
+        elif name == "_c10d_functional::all_gather_into_tensor":
+            self.num += args[0].nbytes * others
+        elif name == "c10d::_allgather_base_":
+            self.num += args[1].nbytes * others
+        elif name.startswith(("c10d::allreduce", "_c10d_functional::all_reduce")):
+            tensor = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            self.num += 2 * tensor.nbytes * others // (others + 1)
+        elif name.startswith(("_c10d_functional::", "c10d::")) and not name.endswith(
+            ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
+        ):
+            raise NotImplementedError(f"{name} is not counted")
+        return function(*args, **(kwargs or {}))
+
+
+def _made(base: Llama, library: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Any:
+    model = wrap(copy.deepcopy(base), library)
+    params = [param for name, param in model.named_parameters() if name.startswith("blocks") and param.dim() == 2]
+    return model, make(params)
+
+
+def _measure(size: str, rounds: int) -> list[Row]:
+    torch.manual_seed(0)
+    width, num_blocks = SIZES[size]
+    base = Llama(width, num_blocks, vocabulary=512)
+    torch.manual_seed(1 + dist.get_rank())
+    tokens = torch.randint(512, (2, 32))
+    per_block = sum(param.dim() == 2 for param in base.blocks[0].parameters())
+    makes: dict[str, tuple[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
+        FULL_TENSOR: (FSDP2, FullTensor),
+        TORCH_ON_FSDP2: (FSDP2, partial(torch.optim.Muon, lr=LR)),
+        ALL_TO_ALL: (FSDP2, partial(AllToAll, per_bucket=per_block)),
+        TORCH_ON_OURS: (OURS, partial(torch.optim.Muon, lr=LR)),
+        OURS: (OURS, partial(Muon, lr=LR)),
+    }
+    steps, sent = {}, {}
+    for name, (library, make) in makes.items():
+        model, optimizer = _made(base, library, make)
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+        with SentBytes() as counted:
+            optimizer.step()
+        total = torch.tensor(counted.num)
+        dist.all_reduce(total)
+        steps[name], sent[name] = partial(_step, optimizer), int(total)
+    slowest = time_in_turn(steps, rounds)
+    numel = sum(param.numel() for param in base.blocks.parameters() if param.dim() == 2)
+    title = f"{num_blocks * per_block} of {numel / 1e6:.1f} M"
+    return [_row(title, name, slowest, sent) for name in makes]
+
+
+def _step(optimizer: torch.optim.Optimizer) -> tuple[float]:
+    begun = process_time()
+    optimizer.step()
+    seconds = torch.tensor(process_time() - begun, dtype=torch.float64)
+    dist.all_reduce(seconds)
+    return (float(seconds),)
+
+
+def _row(title: str, name: str, slowest: dict[str, list[list[float]]], sent: dict[str, int]) -> Row:
+    pairs = list(zip(slowest[name], slowest[FULL_TENSOR], strict=True))
+    wall, cpu = (median([run[i] for run in slowest[name]]) for i in (0, 1))
+    wall_ratio, cpu_ratio = (median([run[i] / other[i] for run, other in pairs]) for i in (0, 1))
+    return Row(title, name, cpu, cpu_ratio, wall, wall_ratio, sent[name] / 1e6, sent[name] / sent[FULL_TENSOR])
+
+
+def _worker(sizes: Sequence[str], rounds: int, path: Path) -> None:
+    warnings.filterwarnings("ignore")
+    rows = [row for size in sizes for row in _measure(size, rounds)]
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="timed steps of each system (default: 15; --quick: 2)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    options = parser.parse_args()
+    sizes = ["tiny"] if options.quick else options.sizes
+    rounds = options.rounds or (2 if options.quick else 15)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        run_on_ranks(options.processes, _worker, sizes, rounds, path)
+        rows = [Row(**row) for row in json.loads(path.read_text())]
+    settings = {"processes": options.processes, "rounds": rounds, "load": os.getloadavg()[0]}
+    result = report.Report(f"muon_{options.processes}", settings, rows)
+    print(f"{options.processes} gloo processes, {rounds} rounds; medians, CPU time of all ranks.\n")
+    print(result.table())
+    result.write(options.out, report.bars("matrices", "to_full_tensor", unit="CPU time / FSDP2 + full_tensor()'s"))
+
+
+if __name__ == "__main__":
+    main()

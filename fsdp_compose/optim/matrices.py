@@ -1,0 +1,587 @@
+"""Whole matrices of sharded parameters at owners: which rank computes which, and how its parts get there and back.
+
+Every matrix has one owner among the ranks that share the shards. What the owner lacks of it is sent there, and the
+result comes back the same way. What lies whole at its owner does not move::
+
+    rank 0   |A A A|B B|                    A: owner 0, moves nothing
+    rank 1             |B B|C C C C C|      B: owner 1; rank 0 sends its part, and gets its part of the result
+                                            C: owner 1, moves nothing
+
+All ranks plan the same, from shapes alone (``assign``, ``stacks_of``). ``Exchange`` moves some matrices with one
+all-to-all in each direction, or with none if nothing moves. Nothing here knows what is computed with the matrices."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from .._torch import DTensorSpec, dtensor_spec, foreach_copy_
+from ..comm import DataParallelMesh, Label, Transport, Work, noticing_loss
+from ..errors import MisuseError
+from ..flat import FlatParamHandle, handle_of, local_of
+from ..ragged import RaggedDTensor, RunLengths
+
+_MOST_SETS = 16  # of parameters with gradients, whose exchanges are remembered
+SLACK = 0.05  # how much more than the mean an owner may have to do, before a matrix goes elsewhere
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of one parameter, one after the other.
+
+    Attributes:
+        count, rows, cols: number and size of the matrices.
+        counts: how many elements of the parameter each rank has, in the order of ranks.
+        cost: the work that one of them is.
+    """
+
+    count: int
+    rows: int
+    cols: int
+    counts: RunLengths
+    cost: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+def matrices_of(shape: Sequence[int], counts: RunLengths, block_rows: int | None, cost: int | None = None) -> Matrices:
+    """The matrices of a parameter: its last two dimensions, or blocks of ``block_rows`` of their rows.
+
+    Args:
+        cost: see ``Matrices``; default: that of a product of the matrix and its transpose.
+    """
+    count, (rows, cols) = prod(shape[:-2]), shape[-2:]
+    if block_rows is not None:
+        count, rows = count * (rows // block_rows), block_rows
+    return Matrices(count, rows, cols, counts, rows * cols * min(rows, cols) if cost is None else cost)
+
+
+Chosen = Callable[[int, int], bool]
+"""Whether a matrix (parameter, number) takes part."""
+
+
+def assign(
+    params: Sequence[Matrices], num_ranks: int, chosen: Chosen | None = None, slack: float = SLACK
+) -> list[list[int]]:
+    """Return the owner of each matrix of each parameter; -1 for those that are not ``chosen``. The same on every rank.
+
+    The longest go first, each to the rank that has most of it, unless that then has more than ``slack`` above the mean
+    to do; else to the rank with the least to do. A matrix that lies whole on one rank stays there, unless ranks would
+    be further apart than ``slack`` and are closer if it may move."""
+    owners, loads = _assign(params, num_ranks, chosen, slack, may_move_whole=False)
+    if max(loads) * num_ranks > (1 + slack) * sum(loads):
+        others, other_loads = _assign(params, num_ranks, chosen, slack, may_move_whole=True)
+        if max(other_loads) < max(loads):
+            return others
+    return owners
+
+
+def _assign(
+    params: Sequence[Matrices], num_ranks: int, chosen: Chosen | None, slack: float, may_move_whole: bool
+) -> tuple[list[list[int]], list[int]]:
+    owners, loads = [[-1] * item.count for item in params], [0] * num_ranks
+    movable: list[tuple[int, int, int, int]] = []  # cost, parameter, matrix, the rank that has most of it
+    for i, item in enumerate(params):
+        for k, (rank, is_whole) in enumerate(_holders(item)):
+            if chosen is not None and not chosen(i, k):
+                continue
+            if is_whole and not may_move_whole:
+                owners[i][k] = rank
+                loads[rank] += item.cost
+            else:
+                movable.append((-item.cost, i, k, rank))
+    movable.sort()
+    most = (1 + slack) * (sum(loads) - sum(cost for cost, _, _, _ in movable)) / num_ranks
+    least = [(load, rank) for rank, load in enumerate(loads)]  # a heap, in which old loads stay
+    heapq.heapify(least)
+    for negative, i, k, holder in movable:
+        owner = holder
+        if loads[holder] - negative > most:
+            load, owner = heapq.heappop(least)
+            while load != loads[owner]:
+                load, owner = heapq.heappop(least)
+        owners[i][k] = owner
+        loads[owner] -= negative
+        heapq.heappush(least, (loads[owner], owner))
+    return owners, loads
+
+
+def _holders(item: Matrices) -> list[tuple[int, bool]]:
+    """For each matrix of a parameter, the (first) rank that has most of it, and whether that has all of it."""
+    found, counts, numel = [], item.counts, item.numel
+    # Only ranks that have something, which lie next to each other: however many ranks there are, few pieces.
+    starts, firsts, position, rank = [], [], 0, 0
+    for count, num_ranks in counts.pieces:
+        if count:
+            starts.append(position)
+            firsts.append((rank, count))
+        position, rank = position + count * num_ranks, rank + num_ranks
+    if not starts:
+        return [(0, False)] * item.count
+    for k in range(item.count):
+        begin, end = k * numel, min((k + 1) * numel, counts.total)
+        piece = bisect_right(starts, begin) - 1
+        best, most, at = 0, -1, begin
+        while at < end:
+            if piece + 1 < len(starts) and starts[piece + 1] <= at:
+                piece += 1
+            first, count = firsts[piece]
+            index = (at - starts[piece]) // count
+            stop = min(end, starts[piece] + (index + 1) * count)
+            if stop - at > most:
+                best, most = first + index, stop - at
+            if most >= end - stop:  # nobody has more
+                break
+            at = stop
+        found.append((best, most == numel))
+    return found
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Adjacent matrices of one parameter with one owner.
+
+    Attributes:
+        param: the parameter's number.
+        start: the first element, counted from the parameter's start.
+        count, rows, cols: number and size of the matrices.
+        owner: the rank that computes them.
+        parts: the ranks that have elements of it, each with its range, counted from ``start``.
+    """
+
+    param: int
+    start: int
+    count: int
+    rows: int
+    cols: int
+    owner: int
+    parts: tuple[tuple[int, int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        return self.count * self.rows * self.cols
+
+
+def stacks_of(param: int, item: Matrices, owners: Sequence[int], chosen: range | None = None) -> list[Stack]:
+    """The stacks of one parameter, in order; ``chosen``: of these matrices. Those with the owner -1 are left out."""
+    result: list[Stack] = []
+    first, end = (0, item.count) if chosen is None else (chosen.start, chosen.stop)
+    while first < end:
+        last = first + 1
+        while last < end and owners[last] == owners[first]:
+            last += 1
+        start, stop = first * item.numel, last * item.numel
+        if owners[first] >= 0:
+            parts = _parts(item.counts, start, stop)
+            result.append(Stack(param, start, last - first, item.rows, item.cols, owners[first], parts))
+        first = last
+    return result
+
+
+def _parts(counts: RunLengths, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
+    parts, rank, position = [], 0, 0
+    for count, num_ranks in counts.within(start, stop).pieces:
+        if count:
+            parts += [(rank + i, position + i * count, position + (i + 1) * count) for i in range(num_ranks)]
+        rank, position = rank + num_ranks, position + count * num_ranks
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some elements of a stack, and where they are in this rank's part of the parameter.
+
+    Attributes:
+        stack: number of the stack, among those that this rank owns; -1: another rank does.
+        start, stop: counted from the start of the stack.
+        param: the parameter's number.
+        local: the first element in this rank's part; meaningless for what other ranks have.
+    """
+
+    stack: int
+    start: int
+    stop: int
+    param: int
+    local: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Exchange:
+    """Moves some stacks to their owners, and results back.
+
+    Args:
+        stacks: the same on every rank, in the same order.
+        rank, num_ranks: this rank's number, and how many share the shards.
+        starts: for each parameter, the first element that this rank has.
+
+    Attributes:
+        owned: the stacks that this rank owns.
+        num_moved: elements that move from rank to rank, in each direction; the same on every rank.
+        num_sent, num_received: elements to and from other ranks, on the way to the owners.
+    """
+
+    def __init__(self, stacks: Sequence[Stack], rank: int, num_ranks: int, starts: Sequence[int]) -> None:
+        self.owned = [stack for stack in stacks if stack.owner == rank]
+        self.num_moved = 0
+        self._kept: list[Piece] = []  # lie at their owner, which is this rank
+        sent: list[list[Piece]] = [[] for _ in range(num_ranks)]
+        received: list[list[Piece]] = [[] for _ in range(num_ranks)]
+        number = -1
+        for stack in stacks:
+            number += stack.owner == rank
+            for holder, start, stop in stack.parts:
+                self.num_moved += (stop - start) * (holder != stack.owner)
+                is_mine = stack.owner == rank
+                if not is_mine and holder != rank:
+                    continue
+                local = stack.start + start - starts[stack.param]
+                piece = Piece(number if is_mine else -1, start, stop, stack.param, local)
+                if not is_mine:
+                    sent[stack.owner].append(piece)
+                elif holder == rank:
+                    self._kept.append(piece)
+                else:
+                    received[holder].append(piece)
+        self._sent, self._received = [*chain.from_iterable(sent)], [*chain.from_iterable(received)]
+        self._sent_sizes, self._received_sizes = (
+            [sum(piece.numel for piece in pieces) for pieces in by_rank] for by_rank in (sent, received)
+        )
+        self.num_sent, self.num_received = sum(self._sent_sizes), sum(self._received_sizes)
+
+    def gather(
+        self,
+        locals_: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        transport: Transport,
+        label: Label,
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Start to move this rank's parts to the owners.
+
+        Args:
+            locals_: by parameter, this rank's part, 1-D.
+            dtype, device: of the stacks.
+
+        Returns:
+            A function that waits, and returns the stacks that this rank owns: new tensors of (count, rows, cols).
+        """
+        wholes = [torch.empty(stack.numel, dtype=dtype, device=device) for stack in self.owned]
+        targets = [wholes[piece.stack][piece.start : piece.stop] for piece in self._kept]
+        _copy(targets, [locals_[piece.param][piece.local : piece.local + piece.numel] for piece in self._kept])
+        sent = torch.empty(self.num_sent, dtype=dtype, device=device)
+        parts = [locals_[piece.param][piece.local : piece.local + piece.numel] for piece in self._sent]
+        _copy(sent.split([part.numel() for part in parts]), parts)
+        received, wait = self._move(sent, self._received_sizes, self._sent_sizes, transport, label)
+
+        def finish() -> list[torch.Tensor]:
+            wait()
+            targets = [wholes[piece.stack][piece.start : piece.stop] for piece in self._received]
+            _copy(targets, received.split([target.numel() for target in targets]))
+            shaped = zip(wholes, self.owned, strict=True)
+            return [whole.view(stack.count, stack.rows, stack.cols) for whole, stack in shaped]
+
+        return finish
+
+    def scatter(
+        self,
+        results: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        transport: Transport,
+        label: Label,
+    ) -> Callable[[], list[tuple[int, int, torch.Tensor]]]:
+        """Start to move results, shaped like the stacks that this rank owns, to the ranks that have the parameters.
+
+        Returns:
+            A function that waits, and returns (parameter, start, elements) of this rank's parts.
+        """
+        flats = [result.reshape(-1) for result in results]
+        kept = [(piece.param, piece.local, flats[piece.stack][piece.start : piece.stop]) for piece in self._kept]
+        parts = [flats[piece.stack][piece.start : piece.stop] for piece in self._received]
+        sent = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+        received, wait = self._move(sent, self._sent_sizes, self._received_sizes, transport, label)
+
+        def finish() -> list[tuple[int, int, torch.Tensor]]:
+            wait()
+            parts = received.split([piece.numel for piece in self._sent])
+            arrived = zip(self._sent, parts, strict=True)
+            return kept + [(piece.param, piece.local, part) for piece, part in arrived]
+
+        return finish
+
+    def _move(
+        self,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        transport: Transport,
+        label: Label,
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        received = sent.new_empty(sum(received_sizes))
+        if not self.num_moved:
+            return received, _nothing
+        with noticing_loss(transport.group, _what(label)):
+            work = transport.all_to_all(received, sent, received_sizes, sent_sizes, self.num_moved, label)
+        return received, partial(_wait, work, transport, label, sent)
+
+
+def _wait(work: Work, transport: Transport, label: Label, _sent: torch.Tensor) -> None:
+    # ``_sent`` must live as long: on an accelerator the collective may still read it.
+    with noticing_loss(transport.group, _what(label)):
+        work.wait()
+
+
+def _what(label: Label) -> str:
+    return f"the exchange of {label} in an optimizer's step"
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if targets:
+        foreach_copy_([*targets], [*sources])
+
+
+def name_of(param: torch.Tensor) -> str:
+    place = handle_of(param)
+    return "a parameter" if place is None else place[0].name_of(place[1])
+
+
+def refuse_block_rows(name: str, rows: int, block_rows: int) -> None:
+    """Raise ValueError if a matrix of so many rows does not consist of whole blocks."""
+    if block_rows < 1 or rows % block_rows:
+        raise MisuseError(
+            f"block_rows={block_rows}, but {name} has {rows} rows, which are no whole number of such blocks: give "
+            "parameters with other blocks a parameter group of their own"
+        )
+
+
+# ---- How one parameter consists of matrices
+
+
+class MatrixShape(NamedTuple):
+    """How a parameter consists of matrices on this rank.
+
+    Attributes:
+        matrices: those that this rank's shard group shares.
+        planned: those by which owners are chosen: equal on ranks that compute a matrix together.
+        start: the first element that this rank has.
+        spec: the placement of a matrix that tensor parallelism has cut: its ranks gather it at the owner.
+        rows, cols: size of one of the matrices that are orthogonalized.
+    """
+
+    matrices: Matrices
+    planned: Matrices
+    start: int
+    spec: DTensorSpec | None
+    rows: int
+    cols: int
+
+
+def shape_of(param: torch.Tensor, name: str, block_rows: int | None) -> MatrixShape:
+    whole_rows, cols = param.shape[-2:]
+    if block_rows is not None:
+        refuse_block_rows(name, whole_rows, block_rows)
+    rows = block_rows or whole_rows
+    cost = rows * cols * min(rows, cols)
+    inner, counts, start, own = _placement_of(param)
+    cut = {} if own is None else cut_dims(own)
+    num_cuts = 1
+    for dim, cut_dim in cut.items():
+        if cut_dim == 1:
+            num_cuts *= 1 if own is None else own.mesh.size(dim)
+    is_in_blocks = block_rows is not None and whole_rows % (block_rows * num_cuts) == 0
+    is_cut = any(dim == 2 or (dim == 1 and not is_in_blocks) for dim in cut.values())
+    if not is_cut:
+        item = matrices_of(inner, counts, block_rows, cost)
+        return MatrixShape(item, item, start, None, rows, cols)
+    item = matrices_of(inner, counts, None, cost * (whole_rows // rows))
+    return MatrixShape(item, _planned_of(param, item), start, own, rows, cols)
+
+
+def cut_dims(spec: DTensorSpec) -> dict[int, int]:
+    """By mesh dimension, the dimension of a stack of matrices over which it cuts: 1 for rows, 2 for columns, less for
+    what a stack does not show."""
+    missing = 3 - len(spec.shape)
+    return {i: item.dim + missing for i, item in enumerate(spec.placements) if isinstance(item, Shard)}
+
+
+def _placement_of(param: torch.Tensor) -> tuple[tuple[int, ...], RunLengths, int, DTensorSpec | None]:
+    """The shape that the shard group of a parameter shares, what each rank has of it, where this rank's part starts,
+    and how tensor parallelism has placed it."""
+    if isinstance(param, RaggedDTensor):
+        place, spec = handle_of(param), param._spec
+        own = None if place is None or place[0].tensor_parallel is None else place[0].tensor_parallel.specs[place[1]]
+        counts = spec.ragged.counts.times(spec.ragged.unit_numel(tuple(spec.inner_shape)))
+        return tuple(spec.inner_shape), counts, spec.element_range[0], own
+    local = local_of(param)
+    return (
+        tuple(local.shape),
+        RunLengths([(local.numel(), 1)]),
+        0,
+        dtensor_spec(param) if isinstance(param, DTensor) else None,
+    )
+
+
+def _planned_of(param: torch.Tensor, item: Matrices) -> Matrices:
+    """Ranks of a tensor-parallel mesh may have unequally much of a matrix, but must choose one owner for it. Their flat
+    parameters have equal layouts, with padding: by these."""
+    place = handle_of(param)
+    if place is None or item.count == 0:
+        return item
+    layout, index = place[0].layout, place[1]
+    numel = layout.params[index].numel
+    counts = RunLengths([(layout.local_shard(index, rank).numel, 1) for rank in range(layout.world_size)])
+    return Matrices(item.count, 1, -(-numel // item.count), counts, item.cost)
+
+
+# ---- What is planned once for the matrices of one shard group
+
+
+class Member(NamedTuple):
+    """A parameter, its parameter group, and how it consists of matrices."""
+
+    param: torch.Tensor
+    group: dict[str, Any]
+    shape: MatrixShape
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Matrices that travel together."""
+
+    exchange: Exchange  # of this replica's matrices
+    # For each replica, the (parameter, start, number of elements) of what this rank gets from it, if replicas share the
+    # work.
+    parts: list[list[tuple[int, int, int]]]
+    begun: list[int]  # the parameters whose first matrix is here
+    ended: list[int]  # ... and whose last one is
+
+
+@dataclass(eq=False)
+class Plan:
+    """The matrices of parameters whose shards lie on the same ranks.
+
+    ``handle``: one of their flat parameters; ``None`` if every rank has whole parameters."""
+
+    members: list[Member]
+    handle: FlatParamHandle | None
+    splits_replicas: bool
+    bucket_bytes: int
+    ns_dtype: torch.dtype
+    owners: list[list[int]] = field(default_factory=list)
+    replicas: list[list[int]] = field(default_factory=list)
+    exchanges: dict[bytes, tuple[Label, list[Bucket]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        planned = [member.shape.planned for member in self.members]
+        self.replicas = [[0] * item.count for item in planned]
+        mesh = self.mesh
+        if mesh is not None and self.splits_replicas and mesh.replicate_group is not None:
+            anywhere = RunLengths([(0, mesh.replicate_world_size)])
+            items = [Matrices(item.count, item.rows, item.cols, anywhere, item.cost) for item in planned]
+            self.replicas = assign(items, mesh.replicate_world_size)
+        replicas, own = self.replicas, self.replica
+        self.owners = assign(planned, self.num_ranks, lambda i, k: replicas[i][k] == own)
+
+    @property
+    def mesh(self) -> DataParallelMesh | None:
+        return None if self.handle is None else self.handle.mesh
+
+    @property
+    def replica(self) -> int:
+        mesh = self.mesh
+        return (
+            0
+            if mesh is None or mesh.replicate_group is None or not self.splits_replicas
+            else mesh.replicate_group.rank()
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas that share the work."""
+        mesh = self.mesh
+        return 1 if mesh is None or not self.splits_replicas else mesh.replicate_world_size
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.shard_rank
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.mesh is None else self.mesh.shard_world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where matrices are computed with."""
+        handle = self.handle
+        return local_of(self.members[0].param).device if handle is None else handle.storage.compute_device(handle.shard)
+
+    def exchanges_of(self, present: bytes) -> tuple[Label, list[Bucket]]:
+        """The buckets of the parameters that have a gradient, those with a 1 in ``present``, and their names."""
+        found = self.exchanges.get(present)
+        if found is None:
+            if len(self.exchanges) >= _MOST_SETS:
+                self.exchanges.clear()
+            label = Label([name_of(member.param) for i, member in enumerate(self.members) if present[i]])
+            found = self.exchanges[present] = label, [*self._buckets(present)]
+        return found
+
+    def _buckets(self, present: bytes) -> Iterator[Bucket]:
+        starts = [member.shape.start for member in self.members]
+        for pieces in self._pieces(present):
+            stacks: list[Stack] = []
+            parts: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_replicas)]
+            for i, chosen in pieces:
+                item = self.members[i].shape.matrices
+                stacks += stacks_of(i, item, self.owners[i], chosen)
+                if self.num_replicas > 1:
+                    for k, start, numel in _overlaps(item, chosen, starts[i], self.rank):
+                        parts[self.replicas[i][k]].append((i, start, numel))
+            exchange = Exchange(stacks, self.rank, self.num_ranks, starts)
+            begun = [i for i, chosen in pieces if not chosen.start]
+            ended = [i for i, chosen in pieces if chosen.stop == len(self.owners[i])]
+            yield Bucket(exchange, parts, begun, ended)
+
+    def _pieces(self, present: bytes) -> Iterator[list[tuple[int, range]]]:
+        """Cut the matrices into buckets: parameters, and which of their matrices."""
+        pieces: list[tuple[int, range]] = []
+        room = self.bucket_bytes
+        for i, member in enumerate(self.members):
+            item = member.shape.planned  # ranks that compute a matrix together cut alike
+            nbytes, first = max(1, item.numel * self.ns_dtype.itemsize), 0
+            while present[i] and first < item.count:
+                last = min(item.count, first + max(1, room // nbytes))
+                pieces.append((i, range(first, last)))
+                room -= (last - first) * nbytes
+                first = last
+                if room <= 0:
+                    yield pieces
+                    pieces, room = [], self.bucket_bytes
+        if pieces:
+            yield pieces
+
+
+def _overlaps(item: Matrices, chosen: range, start: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """For each of some matrices of which this rank has a part: its number, where the part is, and how long."""
+    stop = start + item.counts[rank]
+    for k in chosen:
+        begin, end = max(start, k * item.numel), min(stop, (k + 1) * item.numel)
+        if end > begin:
+            yield k, begin - start, end - begin

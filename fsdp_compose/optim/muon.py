@@ -1,0 +1,575 @@
+"""``Muon`` for sharded parameters: each matrix is orthogonalized once, by one rank, as a whole; see ``matrices``.
+
+Momentum is sharded like the parameter and is updated element by element, so states are saved and loaded as those of
+AdamW are. Only updates travel, in ``ns_dtype``. The next bucket is on its way while one is computed, and results come
+back while the next one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise, zip_longest
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import Optimizer
+
+from .._torch import compute_local_shape_and_global_offset, foreach_mul_, is_wrapper
+from ..comm import Label, meet, noticing_loss
+from ..errors import MisuseError, MisuseTypeError
+from ..flat import FlatParamHandle, handle_of, local_of, refuse_unreduced
+from ..ragged import note_write_of_all_ranks
+from .matrices import Bucket, Member, Plan, Stack, cut_dims, name_of, refuse_block_rows, shape_of
+
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_MUON, _ADAMW = "muon", "adamw"
+_ADJUSTMENTS = ("original", "match_rms_adamw")
+_SMALL = 256  # matrices with a shorter side are computed together, one matrix product for all: measured on the CPU
+
+
+# ---- The mathematics
+
+
+def orthogonalize(matrices: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
+    """Newton-Schulz iterations on each of some matrices, (count, rows, cols), in their dtype. Their memory may be
+    overwritten. A quintic with the coefficients of Keller Jordan's Muon
+    (https://kellerjordan.github.io/posts/muon/); in bfloat16 the bits of ``torch.optim.Muon``."""
+    if len(matrices) > 1 and min(matrices.shape[1:]) >= _SMALL:
+        return torch.stack([_orthogonalize(matrix, coefficients, steps, eps) for matrix in matrices])
+    if len(matrices) == 1:
+        return _orthogonalize(matrices[0], coefficients, steps, eps)[None]
+    a, b, c = coefficients
+    is_tall = matrices.size(1) > matrices.size(2)
+    x = matrices.mT if is_tall else matrices
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _orthogonalize(x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
+    a, b, c = coefficients
+    is_tall = x.size(0) > x.size(1)
+    if is_tall:
+        x = x.mT
+    x.div_(x.norm().clamp(min=eps))  # the spectral norm is at most this one
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
+    if adjust_lr_fn == "match_rms_adamw":
+        return lr * 0.2 * sqrt(max(rows, cols))
+    return lr * sqrt(max(1, rows / cols))
+
+
+# ---- The optimizer
+
+
+class Muon(Optimizer):
+    """Muon (https://kellerjordan.github.io/posts/muon/) with the arguments and defaults of ``torch.optim.Muon``, for
+    sharded parameters; given equal gradients, with the same result as on whole matrices in one process.
+
+    Every matrix is orthogonalized by one of the ranks that share its shards. They send it what they have of the
+    update, in ``ns_dtype``, and get their parts of the result back, in one all-to-all for each bucket and direction.
+    Matrices that lie whole on a rank do not move. Parameters of more than two dimensions are stacks of matrices (as of
+    experts), their last two dimensions. A parameter group with ``algorithm="adamw"`` is trained by AdamW, for
+    parameters that are no matrices, and with ``betas``, ``eps=1e-8`` and ``weight_decay=0.01`` unless it says
+    otherwise; ``muon_groups`` makes the usual two groups.
+
+    Ranks: all ranks of the model step together, with gradients for the same parameters.
+
+    Args:
+        params: parameters or parameter groups: sharded ones, also with tensor parallelism, and plain ones.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as of ``torch.optim.Muon``;
+            may differ between parameter groups. The rows and columns by which ``adjust_lr_fn`` adjusts are those of the
+            whole matrix, or of a block.
+        algorithm: ``"muon"`` or ``"adamw"``; may differ between parameter groups.
+        block_rows: orthogonalize each block of so many rows by itself, as of attention heads; may differ between
+            parameter groups.
+        ns_dtype: dtype of the iterations, and of what travels. In bfloat16, rounding amplifies differences between
+            summation orders of gradients.
+        bucket_bytes: bytes of the matrices that travel together. About four buckets exist at a time.
+        over_replicas: with hybrid sharding or ``replicate()``, let each replica orthogonalize some of the matrices and
+            gather the results, instead of all of them.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter of a Muon group is no matrix.
+
+    Example::
+
+        optimizer = Muon(muon_groups(model, muon={"lr": 0.02}, adamw={"lr": 3e-4}))
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        algorithm: str = _MUON,
+        block_rows: int | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        bucket_bytes: int = 256 << 20,
+        over_replicas: bool = False,
+    ) -> None:
+        if not ns_dtype.is_floating_point or bucket_bytes < 1:
+            raise MisuseError(
+                f"Muon(ns_dtype={ns_dtype}, bucket_bytes={bucket_bytes}): expected a floating-point dtype, and a "
+                "number of bytes above 0"
+            )
+        self._ns_dtype, self._bucket_bytes, self._over_replicas = ns_dtype, bucket_bytes, over_replicas
+        self._known: tuple[Any, list[Plan]] = ((), [])
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+            "block_rows": block_rows, "algorithm": algorithm, "betas": (0.9, 0.999),
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict) and param_group.get("algorithm", self.defaults["algorithm"]) == _ADAMW:
+            # Muon's defaults of the same names mean something else.
+            param_group = {"eps": 1e-8, "weight_decay": 0.01, **param_group}
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients.
+
+        Ranks: all ranks of the model.
+
+        Args:
+            closure: computes the loss again; its result is returned.
+
+        Raises:
+            RuntimeError: another rank died, or does not step; nothing was changed on this rank in the bucket that was
+                under way.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        refuse_unreduced("Muon.step()", [param for group in self.param_groups for param in group["params"]])
+        for group in self.param_groups:
+            if group["algorithm"] == _ADAMW:
+                self._step_adamw(group)
+        for plan in self._plans():
+            self._step_muon(plan)
+        return loss
+
+    def describe(self) -> MuonReport:
+        """Describe what a step does: who orthogonalizes what, how evenly, what moves, and what memory that takes.
+
+        Ranks: all ranks of the model, unless a step was done before."""
+        return _report(self._plans())
+
+    # ---- AdamW, element by element
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        if not params:
+            return
+        for param in params:
+            if not self.state[param]:
+                zeros = [torch.zeros_like(param.grad, memory_format=torch.preserve_format) for _ in range(2)]
+                self.state[param].update(zip(("exp_avg", "exp_avg_sq"), zeros, strict=True))
+                self.state[param]["step"] = torch.tensor(0.0)
+        states = [self.state[param] for param in params]
+        adamw(
+            [local_of(param) for param in params], [_local_gradient(param) for param in params],
+            [local_of(state["exp_avg"]) for state in states], [local_of(state["exp_avg_sq"]) for state in states],
+            [], [state["step"] for state in states], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+        note_write_of_all_ranks(params)
+
+    # ---- Muon
+
+    def _plans(self) -> list[Plan]:
+        groups = [group for group in self.param_groups if group["algorithm"] == _MUON]
+        # Parameters that were moved or sharded anew have other specs.
+        key = tuple([(id(p), id(getattr(p, "_spec", None)), g["block_rows"]) for g in groups for p in g["params"]])
+        if self._known[0] != key:
+            self._known = key, self._make_plans(groups)
+        return self._known[1]
+
+    def _make_plans(self, groups: Sequence[dict[str, Any]]) -> list[Plan]:
+        members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
+        for group in groups:
+            for param in group["params"]:
+                place = handle_of(param)
+                handle = None if place is None else place[0]
+                where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
+                shape = shape_of(param, name_of(param), group["block_rows"])
+                members.setdefault(where, (handle, []))[1].append(Member(param, group, shape))
+        plans = []
+        for handle, found in members.values():
+            plan = Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
+            _agree(plan)
+            plans.append(plan)
+        return plans
+
+    def _step_muon(self, plan: Plan) -> None:
+        present = bytes([member.param.grad is not None for member in plan.members])
+        if 1 not in present:
+            return
+        device, (label, buckets) = plan.device, plan.exchanges_of(present)
+        updates: list[torch.Tensor] = [NOTHING] * len(plan.members)
+        transport = NO_TRANSPORT if plan.mesh is None else plan.mesh.transport.among(plan.mesh.shard_group)
+        dtype, leaving = self._ns_dtype, None
+
+        def begin(bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
+            self._update(plan, bucket.begun, updates)
+            coming = bucket.exchange.gather(updates, dtype, device, transport, label)
+            for i in bucket.ended:
+                updates[i] = NOTHING
+            return coming
+
+        coming = begin(buckets[0])
+        for number, bucket in enumerate(buckets):
+            stacks = coming()
+            if number + 1 < len(buckets):
+                coming = begin(buckets[number + 1])
+            results = _compute(plan, bucket.exchange.owned, stacks)
+            if leaving is not None:
+                _apply(plan, leaving())
+            leaving = partial(
+                _arrived, plan, bucket, bucket.exchange.scatter(results, dtype, device, transport, label), label
+            )
+        assert leaving is not None
+        _apply(plan, leaving())
+        note_write_of_all_ranks([member.param for member in plan.members if member.param.grad is not None])
+
+    def _update(self, plan: Plan, indices: Sequence[int], updates: list[torch.Tensor]) -> None:
+        """Update the momentum of some parameters, and fill in this rank's parts of their updates, 1-D, before they are
+        orthogonalized."""
+        by_group: dict[int, list[int]] = {}
+        for i in indices:
+            by_group.setdefault(id(plan.members[i].group), []).append(i)
+        for chosen in by_group.values():
+            group = plan.members[chosen[0]].group
+            grads = [_local_gradient(plan.members[i].param) for i in chosen]
+            buffers = [local_of(self._momentum_of(plan.members[i].param)) for i in chosen]
+            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            for i, grad, buffer in zip(chosen, grads, buffers, strict=True):
+                update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+                updates[i] = update.reshape(-1)
+
+    def _momentum_of(self, param: torch.Tensor) -> torch.Tensor:
+        state = self.state[param]
+        if not state:
+            assert param.grad is not None
+            state["momentum_buffer"] = torch.zeros_like(param.grad, memory_format=torch.preserve_format)
+        buffer: torch.Tensor = state["momentum_buffer"]
+        return buffer
+
+
+# ---- The usual parameter groups
+
+
+def muon_groups(
+    model: nn.Module,
+    where: Callable[[str, nn.Parameter], bool] | None = None,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Return two parameter groups for ``Muon``: the matrices of a model, and the rest for AdamW.
+
+    By default, matrices are the parameters with at least two dimensions, but for those of embeddings
+    (``nn.Embedding``), whatever is tied to them, and output layers: those that ``model.get_output_embeddings()``
+    returns, or that are named ``head``, ``lm_head``, ``output``, ``unembed``, ``classifier`` or ``score``.
+
+    Ranks: no communication.
+
+    Args:
+        model: a model, before or after ``fully_shard``. Parameters that are frozen are in neither group.
+        where: a function of (FQN, parameter) that says whether it is a matrix; default: see above.
+        muon, adamw: options of the groups, such as ``{"lr": 0.02}``.
+
+    Returns:
+        The groups that have parameters, each with its ``param_names``.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``where`` is not callable.
+        ValueError: ``where`` chooses a parameter with fewer than two dimensions.
+    """
+    if not isinstance(model, nn.Module):
+        raise MisuseTypeError(f"muon_groups(): expected an nn.Module, got {type(model).__name__}")
+    if where is not None and not callable(where):
+        raise MisuseTypeError(f"muon_groups(where={where!r}): expected a function from (FQN, parameter) to a bool")
+    others = _ends_of(model)
+    groups: dict[str, dict[str, Any]] = {
+        name: {**(options or {}), "params": [], "param_names": [], "algorithm": name}
+        for name, options in ((_MUON, muon), (_ADAMW, adamw))
+    }
+    for fqn, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        is_matrix = param.dim() >= 2 and id(param) not in others if where is None else where(fqn, param)
+        if is_matrix and param.dim() < 2:
+            raise MisuseError(f"muon_groups(): where() chose {fqn} of shape {tuple(param.shape)}, which is no matrix")
+        group = groups[_MUON if is_matrix else _ADAMW]
+        group["params"].append(param)
+        group["param_names"].append(fqn)
+    return [group for group in groups.values() if group["params"]]
+
+
+_HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})
+
+
+def _ends_of(model: nn.Module) -> set[int]:
+    """The ids of parameters of embeddings and output layers."""
+    modules = [
+        module
+        for fqn, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or fqn.rpartition(".")[2] in _HEADS
+    ]
+    head = getattr(model, "get_output_embeddings", None)
+    if callable(head) and isinstance(found := head(), nn.Module):
+        modules.append(found)
+    return {id(param) for module in modules for param in module.parameters(recurse=False)}
+
+
+# ---- A report
+
+
+@dataclass(frozen=True)
+class MuonReport:
+    """What a step of ``Muon`` does if all parameters have gradients; ``str()`` is a text.
+
+    Attributes:
+        num_matrices: how many matrices there are.
+        owned: for each rank of a shard group, the matrices that it orthogonalizes.
+        balance: the most work of any rank, relative to the mean.
+        bytes_moved: bytes that all ranks of a shard group together send in a step, there and back.
+        num_collectives: all-to-alls of a step.
+        temporary_bytes: the most memory that this rank needs beside parameters, gradients and momentum.
+        largest_share: the largest matrix's share of all work: the balance cannot be better than this times the number
+            of ranks.
+    """
+
+    num_matrices: int
+    owned: tuple[int, ...]
+    balance: float
+    bytes_moved: int
+    num_collectives: int
+    temporary_bytes: int
+    largest_share: float
+
+    def __str__(self) -> str:
+        num_ranks = len(self.owned)
+        bound = max(1.0, self.largest_share * num_ranks)
+        why = "one matrix is that much of the work" if bound > 1.05 else "the work is divisible"
+        return (
+            f"Muon: {self.num_matrices} matrices on {num_ranks} rank(s), {min(self.owned)} to {max(self.owned)} each; "
+            f"the busiest rank has {self.balance:.2f} times the mean (at least {bound:.2f}: {why}). A step moves "
+            f"{self.bytes_moved:,} bytes in {self.num_collectives} all-to-all(s), and takes {self.temporary_bytes:,} "
+            "bytes of temporary memory on this rank"
+        )
+
+
+def _report(plans: Sequence[Plan]) -> MuonReport:
+    num_ranks = max([plan.num_ranks for plan in plans], default=1)
+    owned, loads, largest = [0] * num_ranks, [0] * num_ranks, 0
+    moved = collectives = temporary = 0
+    for plan in plans:
+        for member, owners in zip(plan.members, plan.owners, strict=True):
+            for owner in owners:
+                if owner >= 0:
+                    owned[owner] += 1
+                    loads[owner] += member.shape.planned.cost
+            largest = max(largest, member.shape.planned.cost)
+        (_, buckets), size = plan.exchanges_of(b"\1" * len(plan.members)), plan.ns_dtype.itemsize
+        moved += sum([2 * bucket.exchange.num_moved * size for bucket in buckets])
+        collectives += sum([2 for bucket in buckets if bucket.exchange.num_moved])
+        temporary = max([temporary, *[sum(pair) for pair in pairwise([0, *[_memory_of(plan, b) for b in buckets], 0])]])
+    total = sum(loads)
+    return MuonReport(
+        sum(owned), tuple(owned), max(loads) * num_ranks / total if total else 1.0, moved, collectives, temporary,
+        largest / total if total else 0.0,
+    )  # fmt: skip
+
+
+def _memory_of(plan: Plan, bucket: Bucket) -> int:
+    """Bytes of a bucket while it is computed: what is sent and received, the stacks, their results, what the iterations
+    take for the largest; and its updates."""
+    exchange, size = bucket.exchange, plan.ns_dtype.itemsize
+    numels = [stack.numel for stack in exchange.owned]
+    updates = sum([local_of(plan.members[i].param).nbytes for i in bucket.begun if plan.members[i].group["nesterov"]])
+    return size * (exchange.num_sent + exchange.num_received + 2 * sum(numels) + 3 * max(numels, default=0)) + updates
+
+
+# ---- Checks, and the steps of one plan
+
+
+NOTHING = torch.empty(0)
+NO_TRANSPORT: Any = None  # of parameters that every rank has whole: nothing moves
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise MisuseError(f"Muon(lr=...): expected a number, got a tensor of shape {tuple(lr.shape)}")
+    if group["algorithm"] not in (_MUON, _ADAMW):
+        raise MisuseError(f"Muon(algorithm={group['algorithm']!r}): expected {_MUON!r} or {_ADAMW!r}")
+    for name in ("lr", "momentum", "weight_decay", "eps"):
+        if not group[name] >= 0:
+            raise MisuseError(f"Muon({name}={group[name]}): expected a number >= 0")
+    if group["adjust_lr_fn"] not in (None, *_ADJUSTMENTS):
+        raise MisuseError(f"Muon(adjust_lr_fn={group['adjust_lr_fn']!r}): expected one of {_ADJUSTMENTS}, or None")
+    if not 0 <= group["ns_steps"] < 100 or len(group["ns_coefficients"]) != 3:
+        raise MisuseError(
+            f"Muon(ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}): expected a number of "
+            "steps below 100, and three coefficients"
+        )
+    for param in group["params"]:
+        if group["algorithm"] == _ADAMW:
+            continue
+        if param.dim() < 2 or param.is_complex():
+            raise MisuseError(
+                f"Muon: {name_of(param)} of shape {tuple(param.shape)}, {param.dtype}, is no real matrix: put it into "
+                'a parameter group with algorithm="adamw" (muon_groups() makes both groups)'
+            )
+        if is_wrapper(param) and not isinstance(param, DTensor):
+            raise MisuseError(f"Muon: {name_of(param)} is a {type(param).__name__}, which is no plain matrix")
+        if group["block_rows"] is not None:
+            refuse_block_rows(name_of(param), param.shape[-2], group["block_rows"])
+
+
+def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+    grad, local = local_of(param.grad), local_of(param)
+    if grad.shape != local.shape or grad.is_sparse:
+        raise MisuseError(
+            f"Muon: the gradient of {name_of(param)} has {tuple(grad.shape)} elements on this rank, and the parameter "
+            f"{tuple(local.shape)}: expected a dense gradient that is sharded like the parameter"
+        )
+    return grad
+
+
+def _agree(plan: Plan) -> None:
+    """Compare what all ranks are about to plan. Ranks: all ranks of the model."""
+    mesh = plan.mesh
+    if mesh is None or not mesh.has_peers:
+        return
+    facts = [f"ns_dtype={plan.ns_dtype}, bucket_bytes={plan.bucket_bytes}, over_replicas={plan.splits_replicas}"]
+    for member in plan.members:
+        block_rows = member.group["block_rows"]
+        facts.append(f"{name_of(member.param)} of shape {tuple(member.param.shape)}, block_rows={block_rows}")
+    details = "\n".join(facts)
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        pairs = zip_longest(ours.split("\n"), theirs.split("\n"), fillvalue="nothing")
+        first, second = next((a, b) for a, b in pairs if a != b)
+        return (
+            f"Muon: ranks differ in what they train: rank 0 has {first}, rank {rank} has {second}. Make the optimizer "
+            "with the same parameters, in the same order, on every rank. Nothing was changed"
+        )
+
+    meet(mesh.peers, "planning Muon's matrices", details, lambda _: "", details, explain)
+
+
+def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Orthogonalize the stacks that this rank owns."""
+    results: list[torch.Tensor] = [NOTHING] * len(stacks)
+    alike: dict[Any, list[int]] = {}
+    for n, (stack, content) in enumerate(zip(owned, stacks, strict=True)):
+        group, shape = plan.members[stack.param].group, plan.members[stack.param].shape
+        how = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
+        if shape.spec is not None:
+            results[n] = _compute_cut(plan.members[stack.param], content, how)
+        else:
+            alike.setdefault((content.shape[1:], how), []).append(n)
+    for ((rows, cols), how), numbers in alike.items():
+        if min(rows, cols) >= _SMALL:
+            for n in numbers:
+                results[n] = orthogonalize(stacks[n], *how)
+            continue
+        together = stacks[numbers[0]] if len(numbers) == 1 else torch.cat([stacks[n] for n in numbers])
+        done = orthogonalize(together, *how).split([stacks[n].size(0) for n in numbers])
+        for n, result in zip(numbers, done, strict=True):
+            results[n] = result
+    return results
+
+
+def _compute_cut(member: Member, content: torch.Tensor, how: Any) -> torch.Tensor:
+    """Matrices that tensor parallelism has cut: its ranks gather them, and each keeps its part of the result."""
+    spec, rows = member.shape.spec, member.shape.rows
+    assert spec is not None
+    cut = cut_dims(spec)
+    placements = [Shard(cut[i]) if cut.get(i, 0) > 0 else Replicate() for i in range(spec.mesh.ndim)]
+    shape = torch.Size((content.size(0), *member.param.shape[-2:]))
+    stride = (shape[1] * shape[2], shape[2], 1)
+    with noticing_loss(spec.mesh.get_group(0), f"the gathering of {name_of(member.param)} over tensor-parallel ranks"):
+        given = DTensor.from_local(content, spec.mesh, placements, run_check=False, shape=shape, stride=stride)
+        whole = given.full_tensor()
+    result = orthogonalize(whole.contiguous().view(-1, rows, shape[2]), *how).reshape(shape)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, spec.mesh, placements)
+    return result[tuple([slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)])]
+
+
+def _arrived(
+    plan: Plan, bucket: Bucket, arrive: Callable[[], list[tuple[int, int, torch.Tensor]]], label: Label
+) -> list[tuple[int, int, torch.Tensor]]:
+    """The results for this rank's parts, also those of other replicas."""
+    parts, mesh = arrive(), plan.mesh
+    if plan.num_replicas == 1 or mesh is None or mesh.replica_transport is None or mesh.replicate_group is None:
+        return parts
+    numels = [sum([numel for _, _, numel in of_replica]) for of_replica in bucket.parts]
+    ranges = [*pairwise(accumulate(numels, initial=0))]
+    device = plan.device
+    mine = torch.empty(numels[plan.replica], dtype=plan.ns_dtype, device=device)
+    offsets, offset = {}, 0
+    for param, start, numel in bucket.parts[plan.replica]:
+        offsets[param, start] = offset
+        offset += numel
+    for param, start, part in parts:  # adjacent matrices may have arrived as one
+        offset = offsets[param, start]
+        mine[offset : offset + part.numel()] = part
+    whole = torch.empty(sum(numels), dtype=plan.ns_dtype, device=device)
+    transport = mesh.replica_transport.among(mesh.replicate_group)
+    with noticing_loss(mesh.replicate_group, f"the exchange of {label} between replicas in an optimizer's step"):
+        transport.gather(whole, mine, ranges, True, label)
+    everything = [place for of_replica in bucket.parts for place in of_replica]
+    pieces = whole.split([numel for _, _, numel in everything])
+    return [(param, start, piece) for (param, start, _), piece in zip(everything, pieces, strict=True)]
+
+
+def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+    """Write results to this rank's parts of the parameters."""
+    alike: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for i, start, part in parts:
+        if not part.numel():
+            continue
+        member = plan.members[i]
+        local, group = local_of(member.param), member.group
+        whole = local.numel() == part.numel()  # it may have any strides
+        target = local if whole else local.view(-1)[start : start + part.numel()]
+        rate = _adjusted(float(group["lr"]), group["adjust_lr_fn"], member.shape.rows, member.shape.cols)
+        targets, updates = alike.setdefault((id(group), rate), ([], []))
+        targets.append(target)
+        updates.append(part.view(local.shape).to(local.device) if whole else part.to(local.device))
+    groups = {id(member.group): member.group for member in plan.members}
+    for (number, rate), (targets, updates) in alike.items():
+        foreach_mul_(targets, 1 - float(groups[number]["lr"]) * groups[number]["weight_decay"])
+        torch._foreach_add_(targets, updates, alpha=-rate)
