@@ -30,6 +30,8 @@ from tests.harness import run_distributed
 from tests.programs import Program, runner
 from tests.whole.test_fuzz import _programs, compilable
 
+_MOST = 2000
+
 
 class Recorder(runner.Runner):
     """A ``Runner`` that computes a digest of all that it compares."""
@@ -74,8 +76,11 @@ def record_on_every_rank(program: Program, generation: int, report: str) -> None
 def programs(count: int, compiled: bool) -> list[Program]:
     found: list[Program] = []
 
+    # As many each time: which examples are made depends on how many are wanted.
     @seed(35)
-    @settings(max_examples=count, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
+    @settings(
+        max_examples=max(count, _MOST), suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None
+    )
     @given(_programs)
     def collect(program: Program) -> None:
         wanted = compilable(program) if compiled else program
@@ -83,7 +88,7 @@ def programs(count: int, compiled: bool) -> list[Program]:
             found.append(wanted)
 
     collect()
-    return found
+    return found[:count]
 
 
 def record(folder: Path, count: int, world_size: int, compiled: bool) -> None:
