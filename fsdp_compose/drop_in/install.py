@@ -96,7 +96,7 @@ def uninstall() -> list[str]:
 
 def _of_others() -> dict[int, Any]:
     """Return replacements for what depends on FSDP2's parameter layout in other packages, by the id of the original."""
-    from .. import pipelining as of_pipelines  # late: torch's pipelining is slow to import
+    from . import pipelining_patch as of_pipelines  # late: pipelining is slow to import
 
     ours: dict[int, Any] = {
         id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,

@@ -272,13 +272,13 @@ class _DefaultGather(DifferentiableGather):
         return [*map(gather_local_shards, parts)]
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [scatter_average(grad, self._sharded) for grad in grads]
+        return [scatter_average(grad, self._sharded) for grad in grads]  # differentiable by itself
 
     def deliver(self, grads: Any) -> Sequence[torch.Tensor | None]:
         place = handle_of(self._sharded)
         state = None if place is None else state_of(place[0])
         if _is_through_autograd or place is None or state is None or state.root is None:
-            return super().deliver(grads)  # this is autograd.grad(), or the model is gone
+            return self.reduce_scatter(grads)  # this is autograd.grad(), or the model is gone
         (grad,), (handle, index) = grads, place
         backward = state.root.backward or begin_backward(state.root)
         state.check_versions(self._versions)
