@@ -91,6 +91,7 @@ __all__ = [
     "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
+    "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
@@ -166,6 +167,7 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 foreach_copy_ = torch._foreach_copy_
 foreach_add_ = torch._foreach_add_
+foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_

@@ -398,6 +398,12 @@ def test_foreach_add_(source):
     assert flat.dtype == torch.float32 and flat.tolist() == [1.5, 1.5, 0.5, 1.5, 1.5]
 
 
+def test_foreach_lerp_():
+    values = [torch.zeros(2), torch.zeros(0), torch.zeros(1)]
+    _torch.foreach_lerp_(values, [torch.full_like(value, 2.0) for value in values], 0.25)
+    assert torch.equal(torch.cat(values), torch.full((3,), 0.5))
+
+
 def test_foreach_zero_():
     flat = torch.ones(5)
     _torch.foreach_zero_([flat[0:2], flat[2:2], flat[4:5]])

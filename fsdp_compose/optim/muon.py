@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
-from .._torch import compute_local_shape_and_global_offset, foreach_mul_, is_wrapper
+from .._torch import compute_local_shape_and_global_offset, foreach_add_, foreach_lerp_, foreach_mul_, is_wrapper
 from ..comm import Label, meet, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import FlatParamHandle, handle_of, local_of, refuse_unreduced
@@ -29,7 +29,9 @@ from .matrices import Bucket, Member, Plan, Stack, cut_dims, name_of, refuse_blo
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _MUON, _ADAMW = "muon", "adamw"
 _ADJUSTMENTS = ("original", "match_rms_adamw")
-_SMALL = 256  # matrices with a shorter side are computed together, one matrix product for all: measured on the CPU
+# Matrices whose shorter side is in this range are computed together, one product for all: from 256 on that takes longer
+# on the CPU, and below 8 other bits may result.
+_SMALL = range(8, 256)
 
 
 # ---- The mathematics
@@ -39,7 +41,7 @@ def orthogonalize(matrices: torch.Tensor, coefficients: Sequence[float], steps: 
     """Newton-Schulz iterations on each of some matrices, (count, rows, cols), in their dtype. Their memory may be
     overwritten. A quintic with the coefficients of Keller Jordan's Muon
     (https://kellerjordan.github.io/posts/muon/); in bfloat16 the bits of ``torch.optim.Muon``."""
-    if len(matrices) > 1 and min(matrices.shape[1:]) >= _SMALL:
+    if len(matrices) > 1 and min(matrices.shape[1:]) not in _SMALL:
         return torch.stack([_orthogonalize(matrix, coefficients, steps, eps) for matrix in matrices])
     if len(matrices) == 1:
         return _orthogonalize(matrices[0], coefficients, steps, eps)[None]
@@ -270,7 +272,7 @@ class Muon(Optimizer):
             group = plan.members[chosen[0]].group
             grads = [_local_gradient(plan.members[i].param) for i in chosen]
             buffers = [local_of(self._momentum_of(plan.members[i].param)) for i in chosen]
-            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            foreach_lerp_(buffers, grads, 1 - group["momentum"])
             for i, grad, buffer in zip(chosen, grads, buffers, strict=True):
                 update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
                 updates[i] = update.reshape(-1)
@@ -501,7 +503,7 @@ def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor])
         else:
             alike.setdefault((content.shape[1:], how), []).append(n)
     for ((rows, cols), how), numbers in alike.items():
-        if min(rows, cols) >= _SMALL:
+        if min(rows, cols) not in _SMALL:
             for n in numbers:
                 results[n] = orthogonalize(stacks[n], *how)
             continue
@@ -557,7 +559,7 @@ def _arrived(
 
 def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
     """Write results to this rank's parts of the parameters."""
-    alike: dict[tuple[int, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    alike: dict[tuple[int, float, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for i, start, part in parts:
         if not part.numel():
             continue
@@ -566,10 +568,15 @@ def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
         whole = local.numel() == part.numel()  # it may have any strides
         target = local if whole else local.view(-1)[start : start + part.numel()]
         rate = _adjusted(float(group["lr"]), group["adjust_lr_fn"], member.shape.rows, member.shape.cols)
-        targets, updates = alike.setdefault((id(group), rate), ([], []))
+        targets, updates = alike.setdefault((id(group), rate, local.dtype), ([], []))
         targets.append(target)
         updates.append(part.view(local.shape).to(local.device) if whole else part.to(local.device))
     groups = {id(member.group): member.group for member in plan.members}
-    for (number, rate), (targets, updates) in alike.items():
-        foreach_mul_(targets, 1 - float(groups[number]["lr"]) * groups[number]["weight_decay"])
-        torch._foreach_add_(targets, updates, alpha=-rate)
+    for (number, rate, _), (targets, updates) in alike.items():
+        decay = 1 - float(groups[number]["lr"]) * groups[number]["weight_decay"]
+        if targets[0].dtype.itemsize >= 4:
+            foreach_mul_(targets, decay)
+            foreach_add_(targets, updates, alpha=-rate)
+            continue
+        for target, update in zip(targets, updates, strict=True):  # foreach rounds a factor otherwise (torch 2.13)
+            target.mul_(decay).add_(update, alpha=-rate)

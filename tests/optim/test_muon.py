@@ -24,7 +24,7 @@ from fsdp_compose import (
     offload_optimizer_states,
     replicate,
 )
-from fsdp_compose.checkpoint import get_optimizer_state_dict, load, save
+from fsdp_compose.checkpoint import get_optimizer_state_dict, get_state_dict, resume, save
 from fsdp_compose.errors import MisuseError, RankLostError, RanksDifferError
 from fsdp_compose.optim import Muon, muon_groups
 from fsdp_compose.optim.matrices import assign, matrices_of, stacks_of
@@ -406,13 +406,14 @@ def go_on(model: Any, optimizer: Muon, first: int, last: int) -> None:
 
 def save_trained(folder: str) -> None:
     model, optimizer = trained(3)
-    save(folder, model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    save({"model": model_state, "optimizer": optimizer_state}, folder)
 
 
 def load_and_compare(folder: str) -> None:
     model, optimizer = trained(5)
     other, fresh = trained(0)
-    load(folder, other, fresh)
+    resume(folder, other, fresh)
     go_on(other, fresh, 3, 5)
     assert_bits([*other.items], [whole(item) for item in model.items])
     for param, other_param in zip(model.items, other.items, strict=True):
@@ -483,14 +484,15 @@ def test_what_is_refused():
     ):  # fmt: skip
         with pytest.raises(MisuseError, match=next(iter(options))):
             Muon(params[:1], **options)
-    optimizer = Muon(flat_parameters(fully_shard(Parameters([(6, 4)]))), algorithm="adamw")
+    other = fully_shard(Parameters([(6, 4)]))
+    optimizer = Muon(flat_parameters(other), algorithm="adamw")
     (view,) = optimizer.param_groups[0]["params"]
     view.grad = torch.zeros_like(view)
     with pytest.raises(TypeError, match="Muon cannot train flat_parameters.*orthogonalizes each parameter as a matrix"):
         optimizer.step()
     with pytest.raises(TypeError, match="Muon"):
         offload_optimizer_states(Muon(params[:1]))
-    params[0].grad = torch.zeros(6, 4)
+    params[0].grad = distribute_tensor(torch.zeros(6, 4), params[0].device_mesh, [Shard(0)], src_data_rank=None)
     with pytest.raises(MisuseError, match="expected a dense gradient that is sharded like the parameter"):
         Muon(params[:1]).step()
 
