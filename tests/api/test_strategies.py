@@ -65,7 +65,7 @@ def test_trains_as_one_process(name, is_flat, is_functional):
     assert_same_parameters(ours, reference, tolerance=5e-6)
 
 
-@distributed(world_size=4)
+@distributed(world_size=4, timeout=180)
 def test_every_row_loads_what_every_row_has_saved(tmp_path):
     """Model and optimizer load bit for bit, and each strategy trains on from them as the one that saved them does."""
 
