@@ -99,7 +99,8 @@ class Muon(Optimizer):
             parameter groups.
         ns_dtype: dtype of the iterations, and of what travels. In bfloat16, rounding amplifies differences between
             summation orders of gradients.
-        bucket_bytes: bytes of the matrices that travel together. About four buckets exist at a time.
+        bucket_bytes: bytes of the matrices that travel together. Three buckets may exist at a time:
+            one arrives, one is computed, one returns.
         over_replicas: with hybrid sharding or ``replicate()``, let each replica orthogonalize some of the matrices and
             gather the results, instead of all of them.
 
@@ -164,8 +165,10 @@ class Muon(Optimizer):
             closure: computes the loss again; its result is returned.
 
         Raises:
-            RuntimeError: another rank died, or does not step; nothing was changed on this rank in the bucket that was
-                under way.
+            RuntimeError: another rank died, or does not step. Momenta, and parameters of earlier buckets, may have
+                changed: load a checkpoint.
+            RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter; or, at the first
+                step, ranks train other parameters, and nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -366,7 +369,7 @@ class MuonReport:
         balance: the most work of any rank, relative to the mean.
         bytes_moved: bytes that all ranks of a shard group together send in a step, there and back.
         num_collectives: all-to-alls of a step.
-        temporary_bytes: the most memory that this rank needs beside parameters, gradients and momentum.
+        temporary_bytes: an estimate of the most memory that this rank needs beside parameters, gradients and momentum.
         largest_share: the largest matrix's share of all work: the balance cannot be better than this times the number
             of ranks.
     """
@@ -405,7 +408,8 @@ def _report(plans: Sequence[Plan]) -> MuonReport:
         (_, buckets), size = plan.exchanges_of(b"\1" * len(plan.members)), plan.ns_dtype.itemsize
         moved += sum([2 * bucket.exchange.num_moved * size for bucket in buckets])
         collectives += sum([2 for bucket in buckets if bucket.exchange.num_moved])
-        temporary = max([temporary, *[sum(pair) for pair in pairwise([0, *[_memory_of(plan, b) for b in buckets], 0])]])
+        each = [_memory_of(plan, bucket) for bucket in buckets]  # one arrives, one is computed, one returns
+        temporary = max([temporary, *[sum(each[i : i + 3]) for i in range(len(each))]])
     total = sum(loads)
     return MuonReport(
         sum(owned), tuple(owned), max(loads) * num_ranks / total if total else 1.0, moved, collectives, temporary,
