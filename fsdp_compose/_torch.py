@@ -145,7 +145,7 @@ __all__ = [
     "skip_top_frame",
     "stop_waiting_for",
     "storage_id",
-    "storage_use_count",
+    "storage_use_counter",
     "temporarily_clear_interpreter_stack",
     "tracing_attempt",
     "unwrapped",
@@ -515,9 +515,10 @@ def is_swapping_tensors() -> bool:
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python storage objects refer to the memory behind ``storage``, this object included."""
-    return torch._C._storage_Use_Count(storage._cdata)
+def storage_use_counter(storage: torch.UntypedStorage) -> Callable[[], int]:
+    """A function that counts the tensors and Python storage objects that refer to the memory behind ``storage``, this
+    object included; to be called only while it exists."""
+    return functools.partial(torch._C._storage_Use_Count, storage._cdata)
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:

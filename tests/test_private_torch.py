@@ -558,20 +558,21 @@ def test_is_swapping_tensors():
     assert seen == [False, True]
 
 
-def test_storage_use_count():
+def test_storage_use_counter():
     flat = torch.zeros(4)
     storage = flat.untyped_storage()
-    alone = _torch.storage_use_count(storage)
+    count = _torch.storage_use_counter(storage)
+    alone = count()
     view = flat[1:]
-    assert _torch.storage_use_count(storage) == alone + 1
+    assert count() == alone + 1
     detached = flat.detach()
-    assert _torch.storage_use_count(storage) == alone + 2
+    assert count() == alone + 2
     del view, detached
-    assert _torch.storage_use_count(storage) == alone
+    assert count() == alone
     kept = [torch.ones(3, requires_grad=True) * flat[1:]]  # the graph has saved the view for backward
-    assert _torch.storage_use_count(storage) == alone + 1
+    assert count() == alone + 1
     kept.clear()
-    assert _torch.storage_use_count(storage) == alone
+    assert count() == alone
 
 
 def test_same_storage():

@@ -34,7 +34,7 @@ from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes
 from ..errors import RankLostError, RanksDifferError
 from .context import all_kept, forget_for, kept_for, known_for
 from .failure import carries, close_connections, give_up, limit_of
-from .gloo import Pending, begin_maximum, look_after_pending
+from .gloo import MemoryOfRanks, Pending, look_after_pending
 from .journal import Journal, difference_of, known_journal
 from .store import known_namespace, own_store, wait_for
 from .transport import BACKWARD, FORWARD, ROUND, Work
@@ -216,6 +216,7 @@ class Carrier:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._control = weakref.ref(group), control_group(group)
         self._journal: Journal | None = known_journal(group)
+        self._memory = kept_for(group, MemoryOfRanks)  # shared by ranks, once these have found out that they can
         self._head = bytearray(_HEAD.size)
         with outside_modes():
             self._head_tensor = torch.frombuffer(self._head, dtype=torch.uint8)
@@ -273,7 +274,7 @@ class Carrier:
         if self._journal is not None:
             tag = self._journal.enter(_KINDS[self._end_of], None, tensor.numel())
             group = self._group()
-            work = None if group is None else begin_maximum(group, self._journal.count, tag, tensor)
+            work = None if group is None else self._memory.begin_maximum(group, self._journal.count, tag, tensor)
             if work is not None:
                 return work
         return self._doubling.begin(tensor)

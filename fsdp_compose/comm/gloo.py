@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import group_timeout_reader, has_closed, has_gloo_on_cpu, stop_waiting_for
-from .context import kept_for, known_for
+from .context import kept_for
 from .failure import TIMEOUT_ENV, failure_of, give_up, gone, limit_of, look_regularly, loss
 from .journal import difference_of, journal_of
 from .shared_memory import Descriptor, SharedMemory
@@ -63,13 +63,20 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.Pro
 
 
 @dataclass(slots=True, eq=False)
-class _MemoryOfRanks:
+class MemoryOfRanks:
     """Kept for the owner of a journal, whose numbers the memory uses."""
 
     # By process group, which lives equally long on all ranks: a transport may be freed at different times.
     by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+
+    def begin_maximum(self, group: dist.ProcessGroup, number: int, tag: int, tensor: torch.Tensor) -> Work | None:
+        """Start replacing ``tensor``, which is short, by its elementwise maximum over the ranks of ``group``;
+        ``number`` and ``tag`` are those of its journal entry. Return ``None`` if these ranks do not share memory, or
+        have not found out yet."""
+        shared = self.by_group.get(group)
+        return None if shared is None else _Maximum(group, shared, number, tag, tensor)
 
 
 class Messages(Transport):
@@ -165,7 +172,7 @@ class Messages(Transport):
         if nbytes < _LONG_BYTES:
             return None
         if not self._has_met:
-            known = kept_for(self._owner, _MemoryOfRanks).by_group
+            known = kept_for(self._owner, MemoryOfRanks).by_group
             if self.group not in known:
                 known[self.group] = self._introduce(label)
             self._shared, self._has_met = known[self.group], True
@@ -422,15 +429,6 @@ class _Maximum:
 
     def __del__(self) -> None:
         self._shared.end(self._number)
-
-
-def begin_maximum(group: dist.ProcessGroup, number: int, tag: int, tensor: torch.Tensor) -> Work | None:
-    """Start replacing ``tensor``, which is short, by its elementwise maximum over the ranks of ``group``; ``number``
-    and ``tag`` are those of its journal entry. Return ``None`` if these ranks do not share memory, or have not found
-    out yet."""
-    known = known_for(group, _MemoryOfRanks)
-    shared = None if known is None else known.by_group.get(group)
-    return None if shared is None else _Maximum(group, shared, number, tag, tensor)
 
 
 class _Sum(_InFlight):

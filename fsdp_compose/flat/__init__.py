@@ -25,6 +25,7 @@ from .build import shard_again as shard_again
 from .build import shard_params as shard_params
 from .collectives import LARGE_BYTES as LARGE_BYTES
 from .collectives import Communicator as Communicator
+from .collectives import copy_gradients as copy_gradients
 from .collectives import place as place
 from .events import End as End
 from .events import Group as Group
@@ -80,7 +81,6 @@ from .policy import as_ours as as_ours
 from .reduction import AVERAGE as AVERAGE
 from .reduction import Reduction as Reduction
 from .reduction import ReductionOptions as ReductionOptions
-from .reduction import copy_gradients as copy_gradients
 from .shard_storage import ShardStorage as ShardStorage
 from .shard_storage import host_memory as host_memory
 from .shard_storage import streams_of as streams_of

@@ -1,27 +1,99 @@
 """``Communicator``: the all-gathers and reductions of flat parameters, on their streams.
 
 There is one per root; the runtime's steps (``runtime/group_ops``) call it in every mode. It decides streams and order,
-never when a group is due. Before it come the reductions of gradients that every rank holds whole, and the handling of
-gradients that are not yet reduced over all data ranks.
+never when a group is due. Before it come the input of reductions, the reductions of gradients that every rank holds
+whole, and the handling of gradients that are not yet reduced over all data ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from .._torch import foreach_mul_
+from .._torch import foreach_copy_, foreach_mul_, foreach_zero_
 from ..comm import Transport, difference_of, give_up, loss, noticing_loss
 from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
-from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas, copy_gradients, fill
+from .reduction import AVERAGE, Reduction, ReplicaAverage, average_replicas
 from .shard_storage import ShardStorage, streams_of
+
+# ---- The input of a reduction: pooled memory, and the gradients that are copied there
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ReduceBuffer:
+    """The pooled input of reduce-scatters of one dtype on one device: a storage that grows to the largest layout.
+
+    It has one slot: a second reduce-scatter in flight took a block of memory and saved no time when measured.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    pool: object  # identifies the communicator that owns it
+    storage: torch.UntypedStorage = field(init=False)
+    nbytes: int = 0  # current size of the storage
+    zeroed_gaps: object = None  # the padding that is known to be zero
+
+    def __post_init__(self) -> None:
+        self.storage = torch.empty(0, dtype=self.dtype, device=self.device).untyped_storage()
+
+    def make_room(self, nbytes: int) -> None:
+        if self.nbytes < nbytes:
+            self.storage.resize_(0)  # the content need not be copied
+            self.storage.resize_(nbytes)
+            self.nbytes = nbytes
+            self.zeroed_gaps = None
+
+    def view(self, numel: int) -> torch.Tensor:
+        """View the first elements as a tensor."""
+        self.make_room(numel * self.dtype.itemsize)
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.empty(0, dtype=self.dtype, device=self.device)
+            flat.set_(self.storage, 0, (numel,), (1,))
+        return flat
+
+    def take(self, reduction: Reduction) -> None:
+        """Make room for a reduction, with zeros in its padding."""
+        # Flat parameters of different layouts share the buffer, and flat gradients are padded with zeros: a reduction
+        # that takes the buffer over from another layout zeroes its own padding.
+        if self.zeroed_gaps is not reduction.gap_bounds:  # otherwise there is room: equal paddings mean equal lengths
+            self.make_room(reduction.flat.nbytes)
+            if reduction.gaps:
+                foreach_zero_(reduction.gaps)
+            self.zeroed_gaps = reduction.gap_bounds
+
+    def free(self) -> None:
+        self.storage.resize_(0)
+        self.nbytes = 0
+        self.zeroed_gaps = None
+
+
+def fill(views: list[torch.Tensor], grads: list[torch.Tensor], missing: Sequence[int]) -> None:
+    """Copy the gradients into ``views``, with zeros for missing ones (``None`` in the list)."""
+    if not missing:
+        copy_gradients(views, grads)
+        return
+    foreach_zero_([views[i] for i in missing])
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    if present:
+        copy_gradients([views[i] for i in present], [grads[i] for i in present])
+
+
+def copy_gradients(views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    try:
+        foreach_copy_(views, grads)
+    except RuntimeError:
+        if all(grad.layout == torch.strided for grad in grads):
+            raise
+        foreach_copy_(views, [grad.to_dense() for grad in grads])  # sparse, from nn.Embedding(sparse=True)
+
 
 # ---- Reductions of a flat gradient that every rank holds whole: nothing is scattered, everything is averaged, in one
 # stage

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -40,12 +40,15 @@ from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, LocalShards, full_views, local_views
 from .param_kind import ParameterKind
-from .reduction import ReduceBuffer, Reduction
+from .reduction import Reduction
 from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import Snapshot, local_elements, rebind_sharded_param
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
 from .unsharded_extension import ExtendedUnsharded
+
+if TYPE_CHECKING:
+    from .collectives import ReduceBuffer
 
 _requires_grad = attrgetter("requires_grad")
 

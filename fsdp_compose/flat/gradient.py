@@ -16,7 +16,7 @@ from sys import getrefcount
 import torch
 import torch.nn as nn
 
-from .._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set_local_tensor, storage_use_count
+from .._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set_local_tensor, storage_use_counter
 from ..errors import MisuseRuntimeError
 from .flat_views import FlatSegment, local_of
 from .gradient_hooks import GradientHooks
@@ -132,6 +132,7 @@ class GradientMemory:
         for segment in self.segments:
             self._view_for(segment)
         self._storage = flat.untyped_storage()
+        self._count_uses = storage_use_counter(self._storage)
         self.is_allocated = True
         self._objects = [*self.views, *self.locals]
         self._references, self._num_others = [*map(getrefcount, self._objects)], self._count_others()
@@ -145,7 +146,7 @@ class GradientMemory:
         self.flat, self.views, self.locals, self._objects = None, [], [], []
         for segment in self.segments:
             segment.have_gradient(None)
-        del self._storage
+        del self._storage, self._count_uses
         self.is_allocated = False
 
     def _is_held_elsewhere(self) -> bool:
@@ -160,7 +161,7 @@ class GradientMemory:
         for segment in self.segments:
             if segment.gradient is not None:
                 count += getrefcount(segment.gradient) + getrefcount(local_of(segment.gradient))
-        return count, storage_use_count(self._storage)
+        return count, self._count_uses()
 
     # ---- Checks for what the user may have done to the views
 

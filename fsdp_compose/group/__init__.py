@@ -91,6 +91,7 @@ from .parameter_swap import before_load as before_load
 from .parameter_swap import caches_parameters as caches_parameters
 from .parameter_swap import guard_state_dict as guard_state_dict
 from .parameter_swap import sharded_parameters as sharded_parameters
+from .registry import API_KEY as API_KEY
 from .registry import _get_fsdp_states as _get_fsdp_states
 from .registry import contexts_of as contexts_of
 from .registry import get_state as get_state
@@ -112,6 +113,7 @@ from .start_values import LOAD_REMEDY as LOAD_REMEDY
 from .start_values import compare_starts as compare_starts
 from .start_values import digest_of as digest_of
 from .start_values import sample_start as sample_start
+from .state import ParameterDetector as ParameterDetector
 from .state import Root as Root
 from .state import Scheduler as Scheduler
 from .state import _FSDPState as _FSDPState

@@ -129,11 +129,6 @@ class ForwardState:
     uses_left: list[int] = field(default_factory=lambda: [1, 1])
     look_gaps: list[int] = field(default_factory=lambda: [1, 1])
 
-    def pass_by(self, last: int) -> None:
-        """Forget uses up to forward number ``last``, after a backward that got that far."""
-        # A use that it skipped must not hold up a later reduction.
-        self.awaiting_backward = [number for number in self.awaiting_backward if number > last]
-
 
 @dataclass(slots=True, eq=False)
 class BackwardState:
@@ -145,19 +140,6 @@ class BackwardState:
     last_use: int = 0  # number of the latest forward that it has reached
     is_reduced: bool = False
     num_early: int = 0  # how many flat parameters, counted from the first, were reduced before that, each by itself
-
-    def reach(self, number: int) -> bool:
-        """Note that a use in the forward of this number was reached. Returns whether no other use was active."""
-        self.was_reached = True
-        self.active_uses += 1
-        if number > self.last_use:
-            self.last_use = number
-        return self.active_uses == 1
-
-    def leave(self) -> bool:
-        """Note that the backward of a use is done. Returns whether no other use is active."""
-        self.active_uses -= 1
-        return self.active_uses <= 0
 
 
 @dataclass(slots=True, eq=False)
@@ -249,28 +231,6 @@ class Forward:
     # For each flat parameter, the indexes of parameters that this rank has written to without raising a version;
     # ``None`` if it has not checked.
     written: dict[FlatParamHandle, set[int]] | None = None
-
-    def enter(self, use: HookedUse | None) -> None:
-        """Note that a forward of a group begins; ``use`` is set in the default mode under grad mode."""
-        self.depth += 1
-        if use is not None:
-            self.innermost = use
-
-    def leave(self, use: GroupUse | None) -> None:
-        """Note that a forward of a group ends, normally or by an exception."""
-        self.depth -= 1
-        if use is not None:
-            self.innermost = use.outer
-
-    def end(self) -> None:
-        """Note that the outermost forward has ended without an error."""
-        self.has_failed, self.caller = False, None
-        self.latest.clear()
-
-    def abandon(self) -> None:
-        """Note that the outermost forward has ended in an exception."""
-        self.has_failed, self.caller = True, None
-        self.latest.clear()
 
     def note_written(self, handle: FlatParamHandle | None = None, indexes: Sequence[int] = ()) -> None:
         """Note that this forward has checked for untracked writes, and found some to these parameters of ``handle``."""

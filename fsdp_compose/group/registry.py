@@ -27,7 +27,7 @@ def fully_shard(module: list[nn.Module], install: Callable[[_FSDPState], None]) 
     return module
 
 
-_API = fully_shard
+API_KEY = fully_shard
 _registered: Any = contract(state_cls=_FSDPState)(fully_shard)
 
 
@@ -40,18 +40,18 @@ def register_state(modules: list[nn.Module], install: Callable[[_FSDPState], Non
         _registered(modules, install)
     except BaseException:
         for module in modules:
-            drop_composable_state(module, _API)
+            drop_composable_state(module, API_KEY)
         raise
 
 
 def get_state(module: nn.Module) -> _FSDPState | None:
     """The state of the ``fully_shard`` call made on ``module`` itself, if there was one."""
-    return cast("_FSDPState | None", composable_states(module).get(_API))
+    return cast("_FSDPState | None", composable_states(module).get(API_KEY))
 
 
 def state_of_hooked(module: nn.Module) -> _FSDPState:
-    """Like ``get_state``, for a module that has our hooks and therefore a state. On the hot path."""
-    state: _FSDPState = module.__dict__[STATE_KEY][_API]  # cast() would be a call
+    """Like ``get_state``, for a module that has our hooks and therefore a state."""
+    state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # cast() would be a call
     return state
 
 

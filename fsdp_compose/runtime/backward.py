@@ -17,7 +17,16 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import in_compiled_autograd, queue_end_of_backward
 from ..errors import MisuseRuntimeError
 from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
-from ..group import END_OF_BACKWARD, Backward, BackwardState, Root, _FSDPState, ends_backwards, never_traced
+from ..group import (
+    END_OF_BACKWARD,
+    Backward,
+    BackwardState,
+    ParameterDetector,
+    Root,
+    _FSDPState,
+    ends_backwards,
+    never_traced,
+)
 from .agreement import begin_exchange, end_exchange, is_whole
 from .group_ops import (
     follow_requires_grad_writes_before_backward,
@@ -175,10 +184,10 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     # Gradients are published only after this. ``None`` must mean the same on every rank, and only the exchange tells
     # who has a gradient. It is also the last moment at which a difference between ranks can keep a wrong gradient from
     # an optimizer.
-    _exchange(root, states)
+    detector = root.detector
+    _exchange(root, states, detector)
     # If a user's hook raises, some gradients are published already, different ones on each rank.
     backward.has_added = True
-    detector = root.detector
     has_others = detector is None or detector.has_grads()
     for state in states:
         for handle in state._handles:
@@ -197,9 +206,9 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
             # A use that this backward skipped must not hold up a later reduction; but the backward of a forward that
             # is still running is yet to come.
             if state.progress.awaiting_backward:
-                state.progress.pass_by(
-                    min(progress.last_use, root.num_forwards - 1) if is_inside else progress.last_use
-                )
+                last = min(progress.last_use, root.num_forwards - 1) if is_inside else progress.last_use
+                awaiting = state.progress.awaiting_backward
+                state.progress.awaiting_backward = [number for number in awaiting if number > last]
             state.backward = BackwardState()
         elif progress.is_reduced:
             state.backward = BackwardState()
@@ -274,9 +283,9 @@ def reduce_accumulated(root: Root) -> None:
         raise
 
 
-def _exchange(root: Root, states: list[_FSDPState]) -> None:
+def _exchange(root: Root, states: list[_FSDPState], detector: ParameterDetector | None) -> None:
     """Agree with all ranks on the order of collectives, and on who has a gradient. Reduce late ones on all ranks."""
-    exchange, backward, detector = root.exchange, root.backward, root.detector
+    exchange, backward = root.exchange, root.backward
     accumulates = not any([state.options.requires_gradient_sync for state in states]) and is_whole(root)
     while True:
         may_be_late = (

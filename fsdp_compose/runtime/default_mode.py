@@ -180,7 +180,7 @@ class DefaultUse:
             refuse_double_backward(root)  # there is a backward with create_graph inside the running one
         if self.active_backward is backward:
             return
-        progress = state.backward
+        progress, number = state.backward, self._record.number
         if self._backward is backward:
             progress.is_iterated = True  # this use was left already; for example, a hook calls autograd.grad()
         self._backward = self.active_backward = backward
@@ -195,7 +195,11 @@ class DefaultUse:
                 refuse_unseen_backward(root, state)
             elif not state.progress.running_forwards:
                 state.refuse_unseen_backward()
-        if progress.reach(self._record.number):
+        progress.was_reached = True
+        if number > progress.last_use:
+            progress.last_use = number
+        progress.active_uses += 1
+        if progress.active_uses == 1:
             state.swap.show_unsharded()
         root.scheduler.before_backward(root, state, self._record, self._position)
         root.communicator.wait_for(state._handles)
@@ -220,7 +224,8 @@ class DefaultUse:
             self._is_outstanding = False
             if number in awaiting:
                 awaiting.remove(number)
-        if not progress.leave():
+        progress.active_uses -= 1
+        if progress.active_uses > 0:
             return
         state.swap.show_sharded()
         if progress.is_iterated:
@@ -255,10 +260,10 @@ class DefaultMode:
                 state.progress.pending_modules.update([id(ref()) for ref in state.modules])
         root.communicator.wait_for(state._handles)
         watcher = use
-        if is_recomputed and use is not None:
+        if use is not None:
             forward.innermost = use
             # A backward already waits for this group, so the original graph has the hooks.
-            if state.backward.active_uses and is_checkpoint_recomputing():
+            if is_recomputed and state.backward.active_uses and is_checkpoint_recomputing():
                 watcher = None
         state.swap.show_unsharded()
         return use, watcher

@@ -30,11 +30,6 @@ from .untracked_writes import written
 # gradients are averaged. Either way the forward runs in functional mode, so that gradients reach the given tensors.
 
 
-# The frames of is_functional_call(), of the pre-forward hook that calls it, and of at least two more for the module's
-# own call (or a registered method and its caller): no functional_call() can be among these.
-_NUM_FRAMES_OF_HOOK = 4
-
-
 class GivenValues:
     """The values given for the parameters of a group, by the id of the unsharded parameter that they replace."""
 
@@ -99,19 +94,6 @@ def functional_call_params(state: _FSDPState) -> GivenValues:
     return GivenValues(found)
 
 
-def is_functional_call(state: _FSDPState) -> bool:
-    """Whether this forward of the group's modules uses other values than the group's own. On the hot path.
-
-    The slots of all groups were compared at the start of the outermost forward. So inside it, this first looks at a few
-    stack frames instead of the group's slots, which are no longer in the CPU's caches."""
-    root = state.root
-    forward = None if root is None else root.forward
-    if forward is None or not forward.depth or forward.is_given or forward.caller is None:
-        swap = state.swap  # None in a copy that has not run
-        return swap is not None and swap.is_overridden() and is_in_functional_call()
-    return is_in_functional_call(forward.caller, _NUM_FRAMES_OF_HOOK) and state.swap.is_overridden()
-
-
 @contextmanager
 def own_values(states: Sequence[_FSDPState]) -> Iterator[None]:
     """A context in which the modules hold their own parameters, even inside ``functional_call()``."""
@@ -134,8 +116,9 @@ class FunctionalMode:
 
     __slots__ = ("_given",)
 
-    def __init__(self, state: _FSDPState) -> None:
-        self._given = functional_call_params(state) if is_functional_call(state) else GivenValues({})
+    def __init__(self, state: _FSDPState, is_given: bool) -> None:
+        """``is_given``: the forward uses values of ``functional_call()``."""
+        self._given = functional_call_params(state) if is_given else GivenValues({})
 
     @begins_forward
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[FunctionalUse, None]:
@@ -144,7 +127,7 @@ class FunctionalMode:
             _refuse_extensions(state)
             _refuse_optional(root, state)
             if not is_recomputed:
-                root.forward.enter(None)
+                root.forward.depth += 1
                 if not state.progress.running_forwards:
                     reshard(root, state)  # parameters that unshard() has gathered ahead are not used in this mode
                     # reshard() leaves groups that stay unsharded: end their all-gathers

@@ -284,7 +284,7 @@ class FixedOrder:
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         # Counted before it gathers: if the gather raises, the iteration was interrupted, and all ranks recover from it.
-        root.forward.enter(use)
+        root.forward.depth += 1
         if use is not None and state.persistent.num_toggles != requires_grad_writes.count:
             follow_requires_grad_writes(root, state)
         unshard_for_use(root, state)

@@ -26,6 +26,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import (
+    STATE_KEY,
     backwards,
     current_graph_task_id,
     in_transform,
@@ -36,6 +37,7 @@ from .._torch import (
 from ..errors import MisuseRuntimeError
 from ..flat import explain_refused_access, follow_profiler
 from ..group import (
+    API_KEY,
     GroupUse,
     HookedUse,
     Root,
@@ -52,7 +54,7 @@ from . import graph_mode as captured
 from .backward import keep_unsharded, publish_from_inside
 from .default_mode import DEFAULT
 from .differentiable_gather import notice_inputs
-from .functional_mode import FunctionalMode, is_functional_call, own_values
+from .functional_mode import FunctionalMode, own_values
 from .group_ops import follow_requires_grad_writes_of_forward, reshard, reshard_until_backward
 from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
 from .lazy_init import detect_again, initialise, take_over, tree, tree_has_changed, warn_of_different_inputs
@@ -220,7 +222,9 @@ def check_after_forward(root: Root) -> None:
 def end_forward(root: Root, is_hooked: bool) -> None:
     """End the outermost forward: free unused prefetches and, if no backward will come, everything except groups that
     ``keep_unsharded`` keeps."""
-    root.forward.end()
+    forward = root.forward
+    forward.has_failed, forward.caller = False, None
+    forward.latest.clear()
     for state in root.live_states():
         pending_modules = state.progress.pending_modules
         for handle in state._handles:
@@ -241,7 +245,9 @@ def end_forward(root: Root, is_hooked: bool) -> None:
 
 def abandon_forward(root: Root) -> None:
     """End an outermost forward that raised."""
-    root.forward.abandon()
+    forward = root.forward
+    forward.has_failed, forward.caller = True, None
+    forward.latest.clear()
     for storage in root.communicator.storages:
         storage.synchronize()
     if root.detector is not None:
@@ -263,7 +269,7 @@ class Mode(Protocol):
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[GroupUse | None, HookedUse | None]:
         """Make the modules of a group whose forward begins show full parameters (``ParameterSwap``).
 
-        A forward that is not ``is_recomputed`` is counted (``root.forward.enter``), but only after all checks that may
+        A forward that is not ``is_recomputed`` is counted (``root.forward.depth``), but only after all checks that may
         raise: if a counted forward raises before it has its use, the next forward sees an interrupted iteration.
 
         Returns:
@@ -299,7 +305,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if captured.can_capture(module):
             return captured.enter(module, args, kwargs)
         return _enter_untraced(module, args, kwargs)
-    state = state_of_hooked(module)
+    state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     task = current_graph_task_id()
     is_recomputed = task != -1 and is_recomputation(state, task)
     past, options = state.persistent, state.options
@@ -307,8 +313,9 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not is_recomputed and past.was_functional is not options.is_functional:
         past.was_functional = options.is_functional
     mode: Mode = DEFAULT
-    if (past.was_functional and _is_grad_enabled()) or in_transform() or is_functional_call(state):
-        mode = FunctionalMode(state)
+    is_given = is_functional_call(state)
+    if is_given or (past.was_functional and _is_grad_enabled()) or in_transform():
+        mode = FunctionalMode(state, is_given)
     root = state.root
     if is_recomputed or root is None or not root.forward.depth or state.place.is_outermost:
         root = _find_root(state, module, is_recomputed)
@@ -318,6 +325,24 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     state.progress.running_forwards.append((_exception_in_hand(), use, is_recomputed))
     policy = options.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, watcher)
+
+
+# The frames of is_functional_call(), of the pre-forward hook that calls it, and of at least two more for the module's
+# own call (or a registered method and its caller): no functional_call() can be among these.
+_NUM_FRAMES_OF_HOOK = 4
+
+
+def is_functional_call(state: _FSDPState) -> bool:
+    """Whether this forward of the group's modules uses other values than the group's own. On the hot path.
+
+    The slots of all groups were compared at the start of the outermost forward. So inside it, this first looks at a few
+    stack frames instead of the group's slots, which are no longer in the CPU's caches."""
+    root = state.root
+    forward = None if root is None else root.forward
+    if forward is None or not forward.depth or forward.is_given or forward.caller is None:
+        swap = state.swap  # None in a copy that has not run
+        return swap is not None and swap.is_overridden() and is_in_functional_call()
+    return is_in_functional_call(forward.caller, _NUM_FRAMES_OF_HOOK) and state.swap.is_overridden()
 
 
 @never_traced
@@ -332,7 +357,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
         if captured.can_capture(module):
             return captured.leave(module, output)
         return _leave_untraced(module, _args, output)
-    state = state_of_hooked(module)
+    state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     progress = state.progress
     if not progress.running_forwards:
         return None  # pre-forward itself failed
@@ -343,14 +368,14 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     scheduler, error = root.scheduler, _exception_in_hand()
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded_after_forward()
+    if use is not None:
+        root.forward.innermost = use.outer
     if is_recomputed:
-        if use is not None:
-            root.forward.innermost = use.outer
         # torch.nn.utils.parametrize, put on in forward, raises version counters without a write.
         if registrations.count != root.forward.num_registrations and state.was_unsharded_written():
             forgive_versions(state)
     else:
-        root.forward.leave(use)
+        root.forward.depth -= 1
         if scheduler.after_forward(root, state, use):
             look_for_writes(root, state, module, use)
     if not has_failed:
@@ -454,11 +479,11 @@ def region(modules: Sequence[nn.Module]) -> Iterator[None]:
                     "which of them a rank will run. Compile modules inside the groups, or shard without optional=True"
                 )
             root.forward.is_region = True
-            root.forward.enter(None)
+            root.forward.depth += 1
             entered.append(root)
         yield
         for root in reversed(entered):
-            root.forward.leave(None)
+            root.forward.depth -= 1
             if not root.forward.depth:
                 check_after_forward(root)
                 end_forward(root, True)

@@ -127,7 +127,7 @@ class SkippingOrder(FixedOrder):
         # These raise before the forward is counted: an error here is one of a forward that has not begun.
         self._check_place(root, state)
         self._refuse_unannounced(state)
-        root.forward.enter(use)
+        root.forward.depth += 1
         if self._is_optional(state):
             self._note_live(root, use)
             self.protocol.request_unshard(root, state)

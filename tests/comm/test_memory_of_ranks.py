@@ -18,7 +18,7 @@ import torch.nn as nn
 from fsdp_compose import fully_shard, replicate
 from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.comm import Label, Messages, all_kept
-from fsdp_compose.comm.gloo import _MemoryOfRanks, _Sum
+from fsdp_compose.comm.gloo import MemoryOfRanks, _Sum
 from fsdp_compose.comm.journal import journal_of
 from fsdp_compose.comm.shared_memory import Connection, SharedMemory
 from tests.harness import distributed, environment, run_forked
@@ -260,13 +260,13 @@ def _destroy(rank: int, port: int) -> None:
         model = build("replicate")
         for _ in range(2):
             model(torch.ones(2, 200)).sum().backward()
-        assert all_kept(_MemoryOfRanks)
+        assert all_kept(MemoryOfRanks)
         group = weakref.ref(world())
         del model
         dist.barrier()
         dist.destroy_process_group()
         gc.collect()
-        assert group() is None and not all_kept(_MemoryOfRanks)
+        assert group() is None and not all_kept(MemoryOfRanks)
         now = len(os.listdir("/proc/self/fd"))
         assert not before or now <= before, (before, now)
         before = now
