@@ -12,7 +12,6 @@ import functools
 import operator
 import os
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -135,7 +134,6 @@ __all__ = [
     "queue_end_of_backward",
     "refuse_access",
     "register_work",
-    "remember_connected",
     "same_storage",
     "set_group_timeout",
     "set_leaf_hooks",
@@ -800,8 +798,7 @@ def fake_store() -> dist.Store:
 def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group``, which alone make it, and meet in ``store``: one that is new and theirs.
     Two ranks are connected when they first send to each other, which both must do then (torch 2.13); those that are not
-    cost neither descriptors nor time. Once they are, ``remember_connected``
-    is told.
+    cost neither descriptors nor time. Remember which are, for ``close_gloo_connections``.
 
     ``dist.new_group(use_local_synchronization=True)`` makes the name from the number of groups that a rank is in
     (torch 2.13): ranks in different numbers of groups wait for each other without end.
@@ -814,7 +811,6 @@ def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.Process
     made = dist.ProcessGroup(store, group.rank(), group.size())
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    _connected[made] = ()
     return made
 
 
@@ -826,18 +822,8 @@ def _lazy_device() -> Any:
     return _c10d.ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
-# Of groups that connect ranks when they first send to each other: the ranks that this one is connected to.
-_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = weakref.WeakKeyDictionary()
-
-
-def remember_connected(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """This rank has sent to, and received from, these ranks of a ``make_gloo_group`` group, and will with no others."""
-    _connected[group] = tuple(dict.fromkeys(ranks))
-
-
-def _connected_ranks(group: dist.ProcessGroup) -> Sequence[int]:
-    """The other ranks to which this one has connections."""
-    known = _connected.get(group)
+def _connected_ranks(group: dist.ProcessGroup, known: Sequence[int] | None) -> Sequence[int]:
+    """The other ranks to which this one has connections: all, or the ``known`` ones."""
     return [rank for rank in range(group.size()) if rank != group.rank()] if known is None else known
 
 
@@ -870,28 +856,30 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
     return group not in _distributed_c10d._world.pg_map
 
 
-def close_gloo_connections(group: dist.ProcessGroup) -> None:
+def close_gloo_connections(group: dist.ProcessGroup, connected: Sequence[int] | None = None) -> None:
     """Close the connections of this rank in ``group``, if they are gloo's, so that ranks that wait for it hear of it.
+    ``connected``: in a ``make_gloo_group`` group, the ranks that it has sent to and received from.
 
     gloo closes them all when an operation is not done in time; ``abort()`` leaves them open (torch 2.13).
     """
     backend = _gloo_backend(group)
-    for rank in _connected_ranks(group):
+    for rank in _connected_ranks(group, connected):
         if backend is not None:
             with contextlib.suppress(RuntimeError):  # dead, closed, or now too late
                 backend.recv([torch.empty(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
-def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int) -> bool:
-    """Whether ``rank`` is known to have gone; never, if the connections of ``group`` are not gloo's.
+def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int, connected: Sequence[int] | None = None) -> bool:
+    """Whether ``rank`` is known to have gone; never, if the connections of ``group`` are not gloo's. ``connected``: as
+    for ``close_gloo_connections``.
 
     gloo refuses to begin to receive over a connection that the other side has closed; where it is open, a receive that
     is begun and dropped does no harm (torch 2.13).
     """
     backend = _gloo_backend(group)
-    if backend is None or rank not in _connected_ranks(group):
+    if backend is None or rank not in _connected_ranks(group, connected):
         return False
-    if group not in _connected and os.environ.get("TORCH_GLOO_LAZY_INIT"):  # there might be none yet
+    if connected is None and os.environ.get("TORCH_GLOO_LAZY_INIT"):  # there might be none yet
         return False
     return has_closed(group, rank)
 

@@ -1278,24 +1278,24 @@ def test_make_gloo_group():
 
 
 @distributed(world_size=3, fresh=True)
-def test_remember_connected():
+def test_make_gloo_group_connects_ranks_when_they_first_send():
     """Only the connections that there are, are looked at, and closed."""
     made = _torch.make_gloo_group(dist.group.WORLD, dist.PrefixStore("remember", _torch.default_store()))
-    rank, value = dist.get_rank(), torch.zeros(1)
+    rank, value, connected = dist.get_rank(), torch.zeros(1), list[int]()
     if rank < 2:
         messages = _torch.gloo_messages(made)
         works = [messages.recv([value], 1 - rank, 5), messages.send([torch.ones(1)], 1 - rank, 5)]
         assert all(work.wait(timedelta(seconds=20)) for work in works)
-        _torch.remember_connected(made, [1 - rank])
-    assert not any(_torch.is_gloo_connection_closed(made, other) for other in range(3) if other != rank)
+        connected.append(1 - rank)
+    assert not any(_torch.is_gloo_connection_closed(made, other, connected) for other in range(3) if other != rank)
     dist.barrier()
     if rank == 0:
-        _torch.close_gloo_connections(made)
+        _torch.close_gloo_connections(made, connected)
     elif rank == 1:
         deadline = time.monotonic() + 20
-        while not _torch.is_gloo_connection_closed(made, 0) and time.monotonic() < deadline:
+        while not _torch.is_gloo_connection_closed(made, 0, connected) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert _torch.is_gloo_connection_closed(made, 0)
+        assert _torch.is_gloo_connection_closed(made, 0, connected)
     dist.barrier()
 
 

@@ -30,10 +30,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes, remember_connected
+from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes
 from ..errors import RankLostError, RanksDifferError
 from .context import all_kept, forget_for, kept_for, known_for
-from .failure import carries, close_connections, give_up, limit_of
+from .failure import carries, close_connections, connects, give_up, limit_of
 from .gloo import MemoryOfRanks, Pending, look_after_pending
 from .journal import Journal, difference_of, known_journal
 from .store import known_namespace, own_store, wait_for
@@ -93,7 +93,7 @@ class Doubling:
         self._group = weakref.ref(group)
         # Makes the connections in the order of the rounds, pair by pair: made later, out of order, they can deadlock.
         self.begin(torch.zeros(1, dtype=torch.uint8)).wait()
-        remember_connected(control, [item.partner for item in self.rounds])
+        connects(control, [item.partner for item in self.rounds])
 
     def begin(self, tensor: torch.Tensor) -> Flight:
         """Start replacing ``tensor``, on the CPU, by its maximum. Ranks: all, with equally many elements."""
@@ -191,6 +191,7 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         store = dist.PrefixStore("control", own_store(group, "making the control group"))
         made = _Control(make_gloo_group(group, store), not is_destroyed(group))
         control = kept_for(group, _Control, lambda: made)
+        connects(control.group, ())
         carries(control.group, group)
     return control.group
 

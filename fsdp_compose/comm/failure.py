@@ -35,12 +35,19 @@ class _Fate:
     family: weakref.WeakSet[dist.ProcessGroup] = field(default_factory=weakref.WeakSet)
     # The first failure of a collective: class and text, not the error, which holds the frames that it came through.
     failure: tuple[type[RuntimeError], str] | None = None
+    # In a control group, whose ranks connect when they first send to each other: those that this one is connected to.
+    connected: tuple[int, ...] | None = None
 
 
 def carries(control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     """``control`` carries the exchanges of ``group``: they fail together."""
     kept_for(group, _Fate).partner = weakref.ref(control)
     kept_for(control, _Fate).partner = weakref.ref(group)
+
+
+def connects(control: dist.ProcessGroup, ranks: Iterable[int]) -> None:
+    """This rank has sent to, and received from, these ranks of ``control``, and will with no others."""
+    kept_for(control, _Fate).connected = tuple(dict.fromkeys(ranks))
 
 
 def fail_together(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -63,7 +70,7 @@ def give_up(group: dist.ProcessGroup, error: RuntimeError) -> None:
 def close_connections(group: dist.ProcessGroup) -> None:
     """Close the connections of ``group``, which tells the other ranks that a collective has failed."""
     for item in together(group):
-        close_gloo_connections(item)
+        close_gloo_connections(item, kept_for(item, _Fate).connected)
 
 
 def together(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
@@ -100,7 +107,8 @@ def loss(what: str, difference: str, error: RuntimeError) -> RuntimeError:
 
 def gone(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
     """Return those of ``ranks`` whose connections are closed, because they died or gave up."""
-    return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank) for item in _same_ranks(group))]
+    known = [(item, kept_for(item, _Fate).connected) for item in _same_ranks(group)]
+    return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank, others) for item, others in known)]
 
 
 TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
@@ -184,9 +192,9 @@ Look = Callable[[], None]
 
 
 class _Watchdog(threading.Thread):
-    def __init__(self) -> None:
+    def __init__(self, looks: Sequence[Look]) -> None:
         super().__init__(name="fsdp_compose: ranks that wait", daemon=True)
-        self._ends = threading.Event()
+        self._looks, self._ends = looks, threading.Event()
 
     def end(self) -> None:
         self._ends.set()
@@ -194,20 +202,26 @@ class _Watchdog(threading.Thread):
 
     def run(self) -> None:
         while not self._ends.wait(PERIOD):
-            for look in _looks:
+            for look in self._looks:
                 look()
 
 
-_looks: list[Look] = []
-_watchdog: _Watchdog | None = None
+class _Watched:
+    """What the thread calls, and the thread."""
+
+    def __init__(self) -> None:
+        self.looks: list[Look] = []
+        self.thread: _Watchdog | None = None
+
+
+_watched = _Watched()
 
 
 def look_regularly(look: Look) -> None:
     """Have a thread call ``look``, which must not raise, every ``PERIOD`` seconds from now on. Registers it once."""
-    global _watchdog
-    if look not in _looks:
-        _looks.append(look)
-    if _watchdog is None or not _watchdog.is_alive():  # a fork has no threads
-        _watchdog = _Watchdog()
-        _watchdog.start()
-        atexit.register(_watchdog.end)
+    if look not in _watched.looks:
+        _watched.looks.append(look)
+    if _watched.thread is None or not _watched.thread.is_alive():  # a fork has no threads
+        _watched.thread = _Watchdog(_watched.looks)
+        _watched.thread.start()
+        atexit.register(_watched.thread.end)

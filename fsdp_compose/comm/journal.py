@@ -24,7 +24,6 @@ import contextlib
 import json
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -33,7 +32,7 @@ import torch.distributed as dist
 
 from .._torch import group_timeout
 from ..errors import RankLostError, RanksDifferError
-from .context import kept_for, known_for
+from .context import all_kept, kept_for, known_for
 from .failure import (
     PERIOD,
     Meeting,
@@ -71,10 +70,11 @@ class Journal:
         patience: seconds of waiting after which this rank reports what it waits for.
         difference: how the ranks differ, once that is known.
         thread: the thread that has entered the last one; 0 before the first.
+        stays_at: what this rank waited for at the last look, and at how many looks before; ``None`` if it did not wait.
     """
 
     __slots__ = (
-        "_entries", "count", "difference", "dropped", "patience", "thread", "under_way", "waits_for",
+        "_entries", "count", "difference", "dropped", "patience", "stays_at", "thread", "under_way", "waits_for",
     )  # fmt: skip
 
     def __init__(self, timeout: float) -> None:
@@ -84,6 +84,7 @@ class Journal:
         self.under_way: dict[int, Work] = {}
         self.dropped: set[int] = set()
         self.difference = ""
+        self.stays_at: tuple[tuple[str, int], int] | None = None
 
     def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
         """Enter the next collective (``kind``: one of ``KINDS``) and return the tag of its messages."""
@@ -135,7 +136,7 @@ def journal_of(group: dist.ProcessGroup) -> Journal:
     journal = known_for(group, Journal)
     if journal is None:
         journal = kept_for(group, Journal, lambda: Journal(group_timeout(group).total_seconds()))
-        _look_after(group, journal)
+        look_regularly(_look)
     return journal
 
 
@@ -174,9 +175,7 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         is_lost = isinstance(error, TimedOut) or "gloo/transport" in str(error)  # gloo's source: others are of the call
         if not (is_lost or meeting.difference):
             raise
-        with _lock:
-            owners = [owner for reference, _ in _items if (owner := reference()) is not None]
-        differences = [difference_of(owner) for owner in owners if group in together(owner)]
+        differences = [difference_of(owner) for owner, _ in all_kept(Journal) if group in together(owner)]
         known = meeting.difference or next(filter(None, differences), "")
         failure = loss(f"rank {group.rank()}: {what}", known, error)
         give_up(group, failure)
@@ -300,33 +299,17 @@ _REMEDY = (
 )
 
 
-_Item = tuple["weakref.ref[dist.ProcessGroup]", Journal]
-_items: list[_Item] = []
-_lock = threading.Lock()  # of the list
-_since: dict[int, tuple[tuple[str, int] | None, int]] = {}  # by journal: what it waits for, and for how many looks
-
-
-def _look_after(group: dist.ProcessGroup, journal: Journal) -> None:
-    with _lock:
-        _items[:] = [item for item in _items if item[0]() is not None]
-        _items.append((weakref.ref(group), journal))
-    look_regularly(_look)
-
-
 def _look() -> None:
-    global _since
-    with _lock:
-        _items[:] = [item for item in _items if item[0]() is not None]
-        found = [(reference, journal, _place_of(journal)) for reference, journal in _items]
-    before, _since = _since, {}
-    for reference, journal, place in found:
-        group, (previous, looks) = reference(), before.get(id(journal), (None, 0))
-        if previous is not None and previous != place and looks * PERIOD >= journal.patience and group is not None:
+    for group, journal in all_kept(Journal):
+        place, (previous, looks) = _place_of(journal), journal.stays_at or (None, 0)
+        if previous is not None and previous != place and looks * PERIOD >= journal.patience:
             _retract(group, journal)
         if place is None:
+            journal.stays_at = None
             continue
-        _since[id(journal)] = place, looks + 1 if previous == place else 0
-        if group is not None and not journal.difference and _since[id(journal)][1] * PERIOD >= journal.patience:
+        looks = looks + 1 if previous == place else 0
+        journal.stays_at = place, looks
+        if not journal.difference and looks * PERIOD >= journal.patience:
             _compare_while_waiting(group, journal)
 
 

@@ -62,6 +62,11 @@ class _Made:
     # By type of device. All groups of a model share one mesh: making and comparing meshes takes time that grows with
     # the number of ranks.
     default_meshes: weakref.WeakValueDictionary[str, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
+    # By meshes, replicas and options. Groups on one mesh share one object, which then stays in the CPU caches; the
+    # models on it keep it alive.
+    described: weakref.WeakValueDictionary[tuple[object, ...], DataParallelMesh] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
 
 
 class _Gathering:
@@ -350,16 +355,12 @@ def data_parallel_mesh(
     replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
     is_simulated = os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
     widest = _widest([mesh, *(joined_mesh(mesh, item) for item in tensor_meshes)])
-    key = mesh, widest, group, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
-    described = _described.get(key)
+    key = mesh, widest, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
+    known = kept_for(group, _Made).described
+    described = known.get(key)
     if described is None or any(map(is_destroyed, described.groups())):
-        described = _described[key] = _describe(mesh, widest, group, replicas, device, is_simulated, part_size)
+        described = known[key] = _describe(mesh, widest, group, replicas, device, is_simulated, part_size)
     return described
-
-
-# Groups on one mesh share one object, which then stays in the CPU caches. Weak: the models on it keep it
-# alive.
-_described: weakref.WeakValueDictionary[tuple[object, ...], DataParallelMesh] = weakref.WeakValueDictionary()
 
 
 def _describe(

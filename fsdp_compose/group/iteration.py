@@ -172,7 +172,7 @@ class StepCounts:
     """Optimizer steps on one root's parameters."""
 
     total: int = 0
-    recent: Counter[int] = field(default_factory=Counter)  # by the number of the optimizer, since the last exchange
+    recent: Counter[object] = field(default_factory=Counter)  # by optimizer, since the last exchange
 
 
 @dataclass(slots=True, eq=False)

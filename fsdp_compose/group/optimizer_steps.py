@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._torch import data_parallelism_of_torch
-from ..comm import meet
+from ..comm import kept_for, known_for, meet
 from ..errors import RanksDifferError
 from ..flat import FLAT_ATTRIBUTE, SHARDED_PARAM_ATTRIBUTE, segment_owners, sharded_param_owners
 from ..ragged import OWNER_ATTRIBUTE
@@ -75,8 +73,10 @@ REMEDY = (
     "The parameter shards now belong to different steps: load a checkpoint. All ranks must decide together whether "
     "to step, by all-reducing a flag"
 )
-_unused = count()
-_numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # instead of ids, which are reused
+
+
+class _Counted:
+    """Kept for an optimizer that has stepped, and stands for it where steps are counted: ids are reused."""
 
 
 def count_steps(root: Root) -> None:
@@ -92,17 +92,17 @@ def _count_every_step() -> None:
 
 
 def _count(optimizer: Optimizer) -> None:
-    number = None
+    counted = None
     for root in {_root_of(group["params"]) for group in optimizer.param_groups}:
         steps = None if root is None else root.steps
         if steps is not None:
-            if number is None:
-                number = _numbers.get(optimizer)
-                if number is None:
-                    number = _numbers[optimizer] = next(_unused)
+            if counted is None:
+                counted = known_for(optimizer, _Counted)
+                if counted is None:
+                    counted = kept_for(optimizer, _Counted)
                     _warn_of_unreduced(optimizer)
             steps.total += 1
-            steps.recent[number] += 1
+            steps.recent[counted] += 1
 
 
 def _root_of(params: list[object]) -> Root | None:

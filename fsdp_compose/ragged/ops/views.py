@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -198,17 +199,14 @@ def _own_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
 # Called by the backward of unbind(), split() and chunk().
 _JOINS = {_aten.stack.default, _aten.cat.default}
 
-_warned: set[Any] = set()
 
-
+@cache
 def warn_gathers(func: Any) -> None:
-    if func not in _warned:
-        _warned.add(func)
-        warnings.warn(
-            f"{func} all-gathers sharded tensors (this warning appears once per operator). If it runs in every step, "
-            "use to_local() or operations that work on shards",
-            stacklevel=3,
-        )
+    warnings.warn(
+        f"{func} all-gathers sharded tensors (this warning appears once per operator). If it runs in every step, "
+        "use to_local() or operations that work on shards",
+        stacklevel=3,
+    )
 
 
 # ---- Ragged and gathered views
