@@ -202,9 +202,6 @@ class _Mapped:
             os.close(self.file)
             self.file = -1
 
-    def use(self, number: int) -> None:
-        self.number = number
-
     def __del__(self) -> None:
         if getattr(self, "file", -1) >= 0:
             os.close(self.file)
@@ -290,7 +287,7 @@ class SharedMemory:
                 places[item.data_ptr(), item.nbytes] = nbytes
                 nbytes += -(-item.nbytes // _ALIGNMENT) * _ALIGNMENT
         serial, memory = self._free(nbytes)
-        memory.use(number)
+        memory.number = number
         self._last = number
         self._under_way[number] = None
         copied = set[int]()

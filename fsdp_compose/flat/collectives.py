@@ -22,7 +22,7 @@ from .events import in_range
 from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, Reduction, ReplicaAverage, average_replicas
-from .shard_storage import ShardStorage, streams_of
+from .shard_storage import streams_of
 
 # ---- The input of a reduction: pooled memory, and the gradients that are copied there
 
@@ -261,20 +261,17 @@ class Communicator:
         "_reduce_stream", "storages",
     )  # fmt: skip
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, handles: Iterable[FlatParamHandle]) -> None:
+        """``handles``: the flat parameters that it serves."""
         self._device = device
         self._module: Any = streams_of(device)
-        self.storages: tuple[ShardStorage, ...] = ()
+        self.storages = tuple({handle.storage for handle in handles if handle.storage.has_host_gradients})
         self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
         self._reduce_stream = self._module.Stream(device, priority=-1) if self._module else None
         self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
         self._in_flight: dict[ReduceBuffer, tuple[FlatParamHandle, Reduction]] = {}
         self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
         self._pool = object()
-
-    def serve(self, handles: Iterable[FlatParamHandle]) -> None:
-        """Set the flat parameters that this object serves."""
-        self.storages = tuple({handle.storage for handle in handles if handle.storage.has_host_gradients})
 
     # ---- Hooks for the agreement before collectives; another class implements them (see ``group/debug``)
 

@@ -537,8 +537,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
     for handle, start in starts.items():
         handle.pending_gradients.write_used_to(exchange.used[start : start + len(handle.fqns)])
-    communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
-    communicator.serve(handles)
+    communicator = (LockstepCommunicator if is_on() else Communicator)(mesh.device, handles)
     number = order.register_root(state, states, model)
     look_after_standstill()
     advise(mesh, states)
