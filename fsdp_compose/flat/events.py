@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch.profiler import record_function
 
 from .._torch import is_profiling
-from .flat_param import FlatParamHandle
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParamHandle
 
 
 class Group(Protocol):

@@ -13,12 +13,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from ..comm import all_kept, kept_for
-from ..flat import FlatParamHandle
+
+if TYPE_CHECKING:
+    from ..flat import FlatParamHandle
 
 _MAX_ENTRIES = 1 << 16  # collectives remembered between two exchanges; only a program without backward gets there
 FLAGS_CHANGED = "no collective but a change of requires_grad"

@@ -16,9 +16,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import backwards
-from ..flat import FlatParamHandle, Region
 
 if TYPE_CHECKING:
+    from ..flat import FlatParamHandle, Region
     from .graph import CapturedGroup, VersionsBefore
     from .parameter_swap import ParameterSwap
     from .state import _FSDPState
