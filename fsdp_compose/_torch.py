@@ -183,11 +183,9 @@ ReduceScatterOptions = _c10d.ReduceScatterOptions
 
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """``tensor.register_hook(hook)`` for a non-leaf, without the handle to remove it: half the host time.
-
-    ``grad_fn`` is read first: for a view whose base was written to, reading it makes the node anew, and torch (2.13)
-    crashes when hooks were set before.
-    """
+    """``tensor.register_hook(hook)`` for a non-leaf, without the handle to remove it: half the host time."""
+    # Read before hooks are set: for a view whose base was written to, this makes the node anew, and torch 2.13 crashes
+    # if there were hooks by then.
     grad_fn = tensor.grad_fn
     hooks = tensor._backward_hooks
     if hooks is None:
@@ -203,11 +201,9 @@ _hook_ids = count(-1, -1)
 def set_leaf_hooks(
     leaf: torch.Tensor, on_gradient: Callable[[torch.Tensor], None], after_accumulation: Callable[[torch.Tensor], None]
 ) -> None:
-    """Make these the hooks that autograd runs before and after it adds to ``leaf.grad``.
-
-    ``register_hook()`` would not do it again after ``swap_tensors()`` (torch 2.13): that exchanges autograd's own
-    record of the hooks, and leaves the Python attribute behind, which then looks as if there were hooks.
-    """
+    """Make these the hooks that autograd runs before and after it adds to ``leaf.grad``."""
+    # Not by register_hook(): after swap_tensors() it would have no effect (torch 2.13). That exchanges autograd's own
+    # record of the hooks but not the Python attribute, which then looks as if there were hooks.
     leaf._backward_hooks = OrderedDict({next(_hook_ids): on_gradient})
     leaf._post_accumulate_grad_hooks = OrderedDict({next(_hook_ids): after_accumulation})
 
@@ -224,8 +220,7 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 
 def intercept_backward_inputs(run: Callable[[Callable[..., Any], tuple[Any, ...], bool, bool], Any]) -> None:
     """From now on ``backward(inputs=...)`` and ``autograd.grad()`` call ``run(original, inputs, allow_unused,
-    accumulates)``, where ``original(inputs, allow_unused)`` does what torch does. A backward without inputs costs one
-    more call in Python."""
+    accumulates)``, where ``original(inputs, allow_unused)`` does what torch does."""
     original = torch.autograd._engine_run_backward
 
     def run_backward(
@@ -246,7 +241,7 @@ def intercept_backward_inputs(run: Callable[[Callable[..., Any], tuple[Any, ...]
         backwards.count += 1
         if current_graph_task_id() == -1:
             backwards.num_outermost += 1
-        if not inputs:
+        if not inputs:  # a plain backward(), for which this costs two calls in Python
             return with_inputs(inputs, allow_unreachable)
         return run(with_inputs, inputs, allow_unreachable, accumulate_grad)
 
@@ -295,11 +290,10 @@ _ENGINE_CODE = _engine_run_backward.__code__
 
 
 def is_checkpoint_recomputing() -> bool:
-    """Whether the innermost backward that runs has called ``torch.utils.checkpoint`` to recompute, and that the caller.
-
-    Read off the stack: what that backward has called lies above the frame that started the engine, or above none where
-    the engine has a thread of its own.
-    """
+    """Whether the innermost backward that runs has called ``torch.utils.checkpoint`` to recompute, and that the
+    caller."""
+    # Nothing else tells. What the backward has called is above the frame that started the engine, or, if the engine has
+    # a thread of its own, above none.
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -371,8 +365,8 @@ def define_operations(
 
 
 def lower_as_collective(operations: Sequence[Any]) -> None:
-    """Tell Inductor, which is imported, that operators issue what ``wait_tensor`` waits for: their inputs are read
-    until then."""
+    """Tell Inductor, which is imported, that operators issue what ``wait_tensor`` waits for."""
+    # Their inputs are read until then, so their memory must not be reused before.
     from torch._inductor import ir, lowering
 
     def lower(operation: Any) -> None:
@@ -388,9 +382,9 @@ def lower_as_collective(operations: Sequence[Any]) -> None:
 
 
 def was_written_in_graph(tensor: torch.Tensor) -> bool:
-    """Whether code that is being captured has written to a tensor that it has made; through ``.data`` too, which the
-    tensor's version does not tell, once what captures it knows the memory (AOTAutograd, not Dynamo). ``False`` while
-    nothing is captured."""
+    """Whether code that is being captured has written to a tensor that it has made. ``False`` while nothing is
+    captured."""
+    # AOTAutograd knows the memory, so it also sees writes through .data, which no version counts. Dynamo does not.
     if isinstance(tensor, _FunctionalTensor):
         was_mutated: Callable[[torch.Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
         return bool(tensor._version) or was_mutated(tensor.elem)
@@ -490,8 +484,9 @@ def is_in_functional_call(since: FrameType | None = None, num_skipped: int = 0) 
 
     Args:
         since: what has called this frame, or a caller of it, does not count.
-        num_skipped: so many frames, from the caller's on, are known to be none; naming a frame takes time.
+        num_skipped: so many frames, from the caller's on, are known to be none.
     """
+    # Each frame that Python code sees must be made an object first, so the known ones are skipped, not compared.
     frame: FrameType | None = sys._getframe(1 + num_skipped)
     while frame is not None and frame is not since:
         if frame.f_code is _CODE_OF_FUNCTIONAL_CALL:
@@ -501,8 +496,8 @@ def is_in_functional_call(since: FrameType | None = None, num_skipped: int = 0) 
 
 
 def is_swapping_tensors() -> bool:
-    """Whether ``torch.utils.swap_tensors()`` is on the stack: it looks at the node that accumulates a gradient, to mark
-    it as out of use."""
+    """Whether ``torch.utils.swap_tensors()`` is on the stack."""
+    # It looks at the node that accumulates a gradient, to mark it as out of use.
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code is not torch.utils.swap_tensors.__code__:
         frame = frame.f_back
@@ -565,8 +560,8 @@ def watched_storages(
 
 
 def is_composite(func: Any) -> bool:
-    """Whether an operator is made of others on the CPU: they are what dispatch modes see, but where autograd is off
-    altogether (inference mode)."""
+    """Whether an operator is made of others on the CPU."""
+    # Dispatch modes see those others instead, except where autograd is off altogether (inference mode).
     keys = torch._C.DispatchKey
     has_own = func.has_kernel_for_dispatch_key(keys.CPU)
     return not has_own and func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
@@ -608,12 +603,7 @@ def _set_flags(storage: torch.UntypedStorage, offsets: tuple[int, int], value: i
 
 @cache
 def _access_flags() -> tuple[int, int] | None:
-    """Where a storage keeps "some check is on" and "no access at all", as offsets in bytes.
-
-    torch can set the second from Python in builds with CUDA only; its neighbours on either side it can set everywhere.
-    So their places are found by setting them, the one between them is tried out on memory that is there, and only if
-    every kind of access is refused then, and granted again afterwards, it is used.
-    """
+    """Where a storage keeps "some check is on" and "no access at all", as offsets in bytes."""
 
     def changed_by(setter: Callable[[torch.Tensor], None]) -> list[int]:
         tensor = torch.zeros(1)
@@ -623,6 +613,8 @@ def _access_flags() -> tuple[int, int] | None:
         after = ctypes.string_at(storage._cdata, _STORAGE_BYTES)
         return [i for i in range(_STORAGE_BYTES) if before[i] != after[i]]
 
+    # Only builds with CUDA let Python set the second flag. All builds let it set the flags on either side of it, so
+    # their places are found by setting them, and the flag must lie in between.
     try:
         mutable = changed_by(torch._C._set_throw_on_mutable_data_ptr)
         warned = changed_by(torch._C._set_warn_deprecated_on_mutable_data_ptr)
@@ -631,6 +623,8 @@ def _access_flags() -> tuple[int, int] | None:
     if len(mutable) != 2 or len(warned) != 2 or warned != [mutable[0], mutable[1] + 2]:
         return None
     offsets = (mutable[0], mutable[1] + 1)
+    # That is a guess about another library's memory, so it is tried out: it is used only if every kind of access is
+    # refused now, and works again afterwards.
     tensor, other = torch.ones(4), torch.ones(4)
     storage = tensor.untyped_storage()
     _set_flags(storage, offsets, 1)
@@ -687,8 +681,8 @@ def with_versions(state_dict: dict[str, Any], versions: dict[str, Any]) -> dict[
 
 
 def composable_registry(module: nn.Module) -> dict[str, Any]:
-    """Names of the composable APIs applied to ``module`` (empty when there are none): to it, and not to a module that
-    it wraps and passes look-ups on to."""
+    """Names of the composable APIs applied to ``module``; empty when there are none."""
+    # Not by attribute: a wrapper may pass look-ups on to the module that it wraps.
     return module.__dict__.get(REGISTRY_KEY) or {}
 
 
@@ -759,8 +753,8 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def group_timeout_reader(group: dist.ProcessGroup) -> Callable[[], timedelta]:
-    """A function that returns ``group_timeout(group)`` as it is then. It does not hold the group, and runs no Python
-    code: it is called for every message."""
+    """A function that returns ``group_timeout(group)`` as it is then, without holding the group."""
+    # It is called for every message: what it returns runs no Python code.
     for device_type in sorted(group_device_types(group)):
         options = getattr(group._get_backend(torch.device(device_type)), "options", None)
         if getattr(options, "_timeout", None) is not None:
@@ -776,7 +770,8 @@ def set_group_timeout(timeout: timedelta) -> None:
 
 def finalizes_gradients() -> bool:
     """Whether the pipeline schedule that is calling should reduce gradients in this step: ``finalize_gradients=`` of
-    torch 2.15, which schedules act on for FSDP2's modules alone, and tell no stage."""
+    torch 2.15."""
+    # Schedules act on it only for FSDP2's modules, and do not pass it to stages, so it is read from their frame.
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     frame: FrameType | None = sys._getframe(1)
@@ -797,16 +792,14 @@ def fake_store() -> dist.Store:
 
 def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group``, which alone make it, and meet in ``store``: one that is new and theirs.
-    Two ranks are connected when they first send to each other, which both must do then (torch 2.13); those that are not
-    cost neither descriptors nor time. Remember which are, for ``close_gloo_connections``.
-
-    ``dist.new_group(use_local_synchronization=True)`` makes the name from the number of groups that a rank is in
-    (torch 2.13): ranks in different numbers of groups wait for each other without end.
-    """
+    Two ranks are connected when they first send to each other, which both must do then (torch 2.13). Remember which
+    are, for ``close_gloo_connections``."""
+    # Not by dist.new_group(use_local_synchronization=True), which makes the name from the number of groups that a rank
+    # is in (torch 2.13): ranks in different numbers of groups wait for each other without end.
     options = cast(Any, _c10d.ProcessGroupGloo)._Options()
     options._timeout = group_timeout(group)
     options._threads = 1  # of collectives: messages need none
-    options._devices = [_lazy_device()]
+    options._devices = [_lazy_device()]  # ranks that never talk cost neither descriptors nor time
     backend = _c10d.ProcessGroupGloo(store, group.rank(), group.size(), options)
     made = dist.ProcessGroup(store, group.rank(), group.size())
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -837,10 +830,8 @@ def make_group_of(
 ) -> dist.ProcessGroup:
     """A process group over ``ranks`` of the default one, in their order, which alone make it, of the backends that
     ``like`` has, else on gloo; ``name``: new, and theirs. ``torch.distributed`` knows it, and destroys it with all
-    others.
-
-    See ``make_gloo_group`` for why it is not made by ``new_group(use_local_synchronization=True)``.
-    """
+    others."""
+    # See make_gloo_group() for why not by new_group(use_local_synchronization=True).
     rank, backend = dist.get_rank(), dist.Backend("gloo")
     if like is not None:
         backend = dist.Backend(_distributed_c10d._world.pg_map[like][0])
@@ -858,10 +849,8 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
 
 def close_gloo_connections(group: dist.ProcessGroup, connected: Sequence[int] | None = None) -> None:
     """Close the connections of this rank in ``group``, if they are gloo's, so that ranks that wait for it hear of it.
-    ``connected``: in a ``make_gloo_group`` group, the ranks that it has sent to and received from.
-
-    gloo closes them all when an operation is not done in time; ``abort()`` leaves them open (torch 2.13).
-    """
+    ``connected``: in a ``make_gloo_group`` group, the ranks that it has sent to and received from."""
+    # gloo closes a connection when an operation on it is not done in time; abort() leaves it open (torch 2.13).
     backend = _gloo_backend(group)
     for rank in _connected_ranks(group, connected):
         if backend is not None:
@@ -871,11 +860,7 @@ def close_gloo_connections(group: dist.ProcessGroup, connected: Sequence[int] | 
 
 def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int, connected: Sequence[int] | None = None) -> bool:
     """Whether ``rank`` is known to have gone; never, if the connections of ``group`` are not gloo's. ``connected``: as
-    for ``close_gloo_connections``.
-
-    gloo refuses to begin to receive over a connection that the other side has closed; where it is open, a receive that
-    is begun and dropped does no harm (torch 2.13).
-    """
+    for ``close_gloo_connections``."""
     backend = _gloo_backend(group)
     if backend is None or rank not in _connected_ranks(group, connected):
         return False
@@ -886,6 +871,8 @@ def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int, connected: Se
 
 def has_closed(group: dist.ProcessGroup, rank: int) -> bool:
     """``is_gloo_connection_closed`` where there is, or was, a connection of gloo's to ``rank``."""
+    # gloo refuses to begin to receive over a connection that the other side has closed. If it is open, a receive that
+    # is begun and dropped does no harm (torch 2.13).
     try:
         backend = _gloo_backend(group)
         if backend is not None:
@@ -897,14 +884,11 @@ def has_closed(group: dist.ProcessGroup, rank: int) -> bool:
 
 def stop_waiting_for(message: Any) -> bool:
     """Let the thread that waits for a message of gloo's go on: ``wait()`` returns ``False`` there. Whether that could
-    be done; it cannot for what is no such message.
-
-    When a connection closes, gloo tells those who wait for what was to come, but not who waits for the message whose
-    bytes it was just at (torch 2.13): a rank that dies with half of it sent lets the other wait for its whole timeout.
-    ``Work`` can be told, by a method that Python is not given.
-    """
+    be done; it cannot for what is no such message."""
     if type(message) is not dist.Work:
         return False
+    # gloo itself does not wake who waits for the message whose bytes were just in transit when a connection closed
+    # (torch 2.13; see ``comm/gloo``). The work has a method for that, which Python is not given.
     address = ctypes.c_void_p.from_address(id(message) + object.__basicsize__).value  # of the C++ object (pybind11)
     if not address or address % ctypes.sizeof(ctypes.c_void_p):
         return False
@@ -949,12 +933,9 @@ _UNUSED_TAG = 7_502  # of messages that no rank sends
 
 
 def make_dtensor(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Any:
-    """A DTensor (or an instance of a subclass) over ``local``, whose elements it shares.
-
-    torch copies the storage offset of ``local`` onto the wrapper, which has no storage: for a view into a larger buffer
-    its ``data_ptr()`` would not be 0, and deepcopy, ``torch.save`` and checkpointing would take it for a real tensor.
-    So the wrapper is built at offset 0.
-    """
+    """A DTensor (or an instance of a subclass) over ``local``, whose elements it shares."""
+    # torch copies the storage offset of ``local`` onto the wrapper, which has no storage. With an offset other than 0,
+    # its data_ptr() would not be 0, and deepcopy, torch.save and checkpointing would take it for a real tensor.
     if local.storage_offset():
         at_zero = local.as_strided(local.shape, local.stride(), 0)
         tensor = torch.Tensor._dtensor__new__(cls, at_zero, spec, requires_grad=requires_grad)
@@ -1028,7 +1009,8 @@ def share_versions() -> Any:
 
 
 def allow_in_foreach(cls: Any) -> None:
-    """Let optimizers and ``clip_grad_norm_`` use their fast paths for ``cls``: they compare types."""
+    """Let optimizers and ``clip_grad_norm_`` use their fast paths for ``cls``."""
+    # They look up the exact type in these lists; a subclass of DTensor would step parameter by parameter.
     for types in (_types_of_optimizers, _types_of_clipping):
         if cls not in types:
             types.append(cls)

@@ -29,10 +29,9 @@ from .shard_storage import streams_of
 
 @dataclass(slots=True, eq=False, repr=False)
 class ReduceBuffer:
-    """The pooled input of reduce-scatters of one dtype on one device: a storage that grows to the largest layout.
+    """The pooled input of reduce-scatters of one dtype on one device: a storage that grows to the largest layout."""
 
-    It has one slot: a second reduce-scatter in flight took a block of memory and saved no time when measured.
-    """
+    # One, not several: a second reduce-scatter in flight took a block of memory and saved no time when measured.
 
     dtype: torch.dtype
     device: torch.device
@@ -555,8 +554,8 @@ class Communicator:
     # ---- Helpers for both kinds of collectives
 
     def _wait_for_stream(self, stream: Any) -> None:
-        """Make compute wait for everything on a side stream. The ``wait()`` of a simulated group does nothing: its
-        copies are kernels on the stream that issued them."""
+        """Make compute wait for everything on a side stream."""
+        # The wait() of a simulated group does nothing: its copies are kernels on the stream that issued them.
         self._module.current_stream(self._device).wait_stream(stream)
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:

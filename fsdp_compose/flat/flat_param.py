@@ -323,16 +323,16 @@ Owners = dict[int, tuple["weakref.ref[FlatParamHandle]", int]]
 
 
 def _register(handle: FlatParamHandle, indexes: Mapping[int, int], owners: Owners) -> None:
-    """Record ``handle`` as the owner of objects, by id and with their indices, for as long as it lives (they live
-    longer)."""
+    """Record ``handle`` as the owner of objects, by id and with their indices, for as long as it lives."""
+    # The objects live longer, so no other object gets their ids meanwhile.
     reference = weakref.ref(handle)
     owners.update({key: (reference, index) for key, index in indexes.items()})
     weakref.finalize(handle, _forget, [*indexes], owners).atexit = False
 
 
 def know_as(handle: FlatParamHandle, param: nn.Parameter, index: int) -> None:
-    """Make ``handle_of(param)`` find ``handle``. By id: a weak reference to a sharded parameter makes ``module.to()``
-    fail."""
+    """Make ``handle_of(param)`` find ``handle``."""
+    # By id, because a weak reference to a sharded parameter makes module.to() fail.
     sharded_param_owners[id(param)] = (weakref.ref(handle), index)
 
 

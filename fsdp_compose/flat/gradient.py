@@ -399,8 +399,8 @@ class ShardedGradient:
             segment.parameter.grad = segment.gradient if segment.is_among(self._is_published) else None
 
     def _refuse_foreign(self, is_ours: Sequence[bool]) -> None:
-        """Refuse an assigned gradient: the optimizer of a flat view, ``GradScaler`` and torch's clipping look only at
-        the flat view."""
+        """Refuse a gradient that was assigned to a part of a flat view."""
+        # The optimizer of a flat view, GradScaler and torch's clipping look only at the flat view.
         for segment in self._segments:
             for i in segment.sharded_params:
                 if self._sharded_params[i].grad is not None and not is_ours[i] and not self._hooks.has_arrived(i):
@@ -537,15 +537,14 @@ class ShardedGradient:
         return False
 
     def _add_others(self, is_used: bytes) -> bytes:
-        """Add what autograd has put into ``sharded.grad`` in the same backward: loss terms computed from the sharded
-        parameters.
+        """Add what autograd has put into ``sharded.grad`` in the same backward.
 
         Returns:
             Which sharded parameters have a gradient now.
         """
         used = bytearray(is_used)
         for i, (sharded, view) in enumerate(zip(self._sharded_params, self.memory.views, strict=True)):
-            if sharded.grad is not None:
+            if sharded.grad is not None:  # from a loss term computed from the sharded parameter
                 _add_other(sharded, view)
                 used[i] = 1
         return bytes(used)

@@ -244,7 +244,8 @@ class GradientHooks(ParameterOwner):
     # ---- Gradients produced by autograd
 
     def listen_again(self) -> None:
-        """Register autograd's hooks again; they are lost when the content of sharded parameters is exchanged."""
+        """Register autograd's hooks again."""
+        # They are lost when the content of sharded parameters is exchanged.
         owner = self._owner()
         if owner is not None and owner.segments:
             self.listen_to_all()
@@ -253,8 +254,8 @@ class GradientHooks(ParameterOwner):
                 self._listen(index)
 
     def listen_to_all(self) -> None:
-        """Listen to all sharded parameters, because there are flat views: gradients that autograd produces belong to
-        those too."""
+        """Listen to all sharded parameters, once there are flat views."""
+        # Gradients that autograd produces for sharded parameters belong to those too.
         for index in range(len(self._sharded_params)):
             self._listen(index)
 

@@ -92,11 +92,9 @@ def all_reduce(flat: _Tensor, is_average: bool, route: str) -> _Tensor:
 
 
 def flatten(grads: Sequence[_Tensor], places: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> _Tensor:
-    """Make one tensor of pieces with ``sizes`` elements: ``grads`` at these ``places``, zeros in the others.
-
-    This is an operator of its own, not a concatenation. Inductor fuses the computation of gradients into a
-    concatenation, across groups, and the whole gradients of all groups would then be in memory at the same time.
-    """
+    """Make one tensor of pieces with ``sizes`` elements: ``grads`` at these ``places``, zeros in the others."""
+    # An operator of its own, not a concatenation: into one Inductor fuses the computation of gradients, across groups,
+    # and the whole gradients of all groups would then be in memory at the same time.
     result: _Tensor = torch.ops.fsdp_compose.flatten(grads, places, sizes, dtype)
     return result
 
@@ -301,8 +299,9 @@ _flats: dict[int, GatherPlan] = {}
 
 
 def plan_id(flat: GatherPlan) -> int:
-    """Return a number for the plan, on which graphs can be guarded. It depends on everything that the operators do:
-    code captured by Dynamo contains only this number, and caches on disk may know graphs of earlier processes by it."""
+    """Return a number for the plan, on which graphs can be guarded."""
+    # It must depend on everything that the operators do, their code included: what Dynamo captures contains only this
+    # number, and caches on disk may know graphs of earlier processes by it.
     number = int(hashlib.sha256(f"{_sources()}{flat!r}".encode()).hexdigest()[:15], 16)
     _flats[number] = flat
     return number
@@ -354,9 +353,6 @@ class GraphInputs(NamedTuple):
 class CapturedShard:
     """The leaves of one flat parameter in graphs, and the gradients that arrive at them; lives as long as the shard.
 
-    Options may change between a forward and its backward, and backwards of several forwards may run together. So each
-    form of gradient arrives at a place of its own, which stays.
-
     Attributes:
         shard: the shard, whose memory and version counter the leaves share.
         flat: the plan of the next graphs.
@@ -374,6 +370,8 @@ class CapturedShard:
             self._unused_mask = nn.Parameter(unused_mask)
             frozen_unused_mask = nn.Parameter(unused_mask, requires_grad=False)
             self._frozen = GraphInputs(nn.Parameter(self.shard, requires_grad=False), None, frozen_unused_mask)
+        # Options may change between a forward and its backward, and backwards of several forwards may run together. So
+        # each form of gradient arrives at a place of its own, which stays.
         self._places: dict[GradientForm, nn.Parameter] = {}
         self.follow(flat)
 

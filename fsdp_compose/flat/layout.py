@@ -228,10 +228,11 @@ class FlatLayout:
 
 def plan_equal_rows(fqn: str, shape: tuple[int, ...], world_size: int) -> FlatLayout:
     """Plan one parameter by itself, with equally many rows of dim 0 on every rank; what is missing at the end is
-    padding. Shards are not aligned: classes that gather such a parameter compute how many rows a rank has.
+    padding.
 
         5 rows of 4 elements on 3 ranks    |aaaaaaaa|aaaaaaaa|aaaa....|
     """
+    # Not aligned: classes that gather such a parameter compute how many rows a rank has.
     row = row_numel(shape)
     placement = ParamPlacement(fqn, shape, math.prod(shape), 0, row, row_aligned=True)
     return FlatLayout(world_size, 1, -(-shape[0] // world_size) * row, (placement,), 0)
@@ -248,8 +249,6 @@ def plan_layout(
         alignment: every parameter and every shard starts on a multiple of this many elements.
         padding_budget: how much padding, as a fraction of the payload, may be spent to shard parameters without a
             granule between rows. Padding that alignment or the named granules cause in any case counts against it.
-
-    The shards are never empty, even if all parameters are: a buffer without bytes has no address of its own.
 
     >>> plan_layout([ParamSpec("w", (6, 4)), ParamSpec("b", (4,))], world_size=2, alignment=4).shard_numel
     16
@@ -288,6 +287,7 @@ class _Problem:
     @property
     def packed_numel(self) -> int:
         """The flat parameter's length if nothing but alignment mattered; at least 1."""
+        # So shards are never empty, even if all parameters are: a buffer without bytes has no address of its own.
         return max(1, sum(_round_up(request.numel, self.alignment) for request in self.requests))
 
     @property
@@ -302,10 +302,11 @@ class _Draft(NamedTuple):
     num_wishes_kept: int
 
 
+# A model's layers are mostly alike, and planning hundreds of parameters for thousands of ranks takes a tenth of a
+# second.
 @lru_cache(maxsize=256)
 def _solve(problem: _Problem, padding_budget: float) -> tuple[_Draft, int]:
-    """The best draft, and the padding that required granules cost. Cached: a model's layers are mostly alike, and
-    planning hundreds of parameters for thousands of ranks takes a tenth of a second."""
+    """The best draft, and the padding that required granules cost."""
     payload_numel = sum(request.numel for request in problem.requests)
     smallest = _smallest_shard(problem)
     largest = max(smallest, int((1 + padding_budget) * payload_numel) // problem.world_size)
@@ -422,8 +423,9 @@ def _keep_most_wishes(problem: _Problem, shard_numel: int, best: _Draft) -> _Dra
 
 
 def _shard_steps(requests: Sequence[_Request], alignment: int, smallest: int, largest: int) -> list[int]:
-    """Numbers worth trying multiples of: a parameter over three shards or more can only be sharded between granules if
-    the shard length is a multiple of the granule. Required granules first, then the most wanted."""
+    """Numbers worth trying multiples of. Required granules first, then the most wanted."""
+    # A parameter over three shards or more can only be sharded between granules if the shard length is a multiple of
+    # the granule.
     demand = Counter((request.required, request.granule) for request in requests if request.numel > smallest)
     steps = [alignment]
     for _, granule in sorted(demand, key=lambda key: (key[0], demand[key], key[1]), reverse=True):
@@ -434,12 +436,12 @@ def _shard_steps(requests: Sequence[_Request], alignment: int, smallest: int, la
 
 
 def _first_fitting(problem: _Problem, lengths: range, fallback: int) -> int:
-    """The first of `lengths` at which everything required fits, else `fallback`. Doubles the distance until one fits,
-    then bisects: exact unless lengths that fit lie below lengths that do not."""
+    """The first of `lengths` at which everything required fits, else `fallback`."""
 
     def fits(shard_numel: int) -> bool:
         return _place(problem, shard_numel, max_shift=0) is not None
 
+    # Doubles the distance until one fits, then bisects: exact unless lengths that fit lie below lengths that do not.
     failed, n = -1, 0
     while n < len(lengths) and not fits(lengths[n]):
         failed, n = n, 2 * n + 1

@@ -74,8 +74,9 @@ def bring_result(output: torch.Tensor, target: torch.Tensor, is_added: bool, aft
 
 
 def add_scattered(output: torch.Tensor, earlier: torch.Tensor | None, kept_dtype: torch.dtype) -> torch.Tensor:
-    """The sum of a scattered result and of earlier ones, which may be in a wider dtype than the reduction: 256 + 1 + 1
-    is 256 in bf16. Overwrites one of them. Without earlier ones, returns the result in ``kept_dtype``."""
+    """The sum of a scattered result and of earlier ones. Overwrites one of them. Without earlier ones, returns the
+    result in ``kept_dtype``."""
+    # That may be wider than the dtype of the reduction: 256 + 1 + 1 is 256 in bf16.
     if earlier is None:
         return output.to(kept_dtype)
     if earlier.dtype == output.dtype:
@@ -252,8 +253,8 @@ class ReplicaAverage:
 
 
 def _first_factor(world_size: int) -> int:
-    """The divisor of fp16 gradients before they are summed: a plain sum can overflow, so about the square root of the
-    world size is divided out first."""
+    """The divisor of fp16 gradients before they are summed."""
+    # A plain sum can overflow, so about the square root of the world size is divided out first, the rest afterwards.
     before = 1
     while world_size % (before * 2) == 0 and before * before < world_size:
         before *= 2

@@ -87,6 +87,7 @@ class HostCopies:
             event = self._module.Event()
             event.record(self._stream)
         self._leaving.append((event, source))
+        # The third result would wait too. Compute waits for the first copy here, so that its memory can be freed.
         if len(self._leaving) > 2:
             event, _ = self._leaving.pop(0)
             compute.wait_event(event)

@@ -70,10 +70,10 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 class _Specs(weakref.WeakValueDictionary[Any, RaggedSpec]):
-    """The specs on the meshes of one process group.
+    """The specs on the meshes of one process group."""
 
-    Kept for the process group, not by mesh: meshes are equal if their ranks are, even if one belongs to a process group
-    that is gone. Weak: a spec holds its mesh, which holds the process group, which has connections and threads."""
+    # Kept for the process group, not by mesh: meshes are equal if their ranks are, even if one belongs to a process
+    # group that is gone. Weak: a spec holds its mesh, which holds the process group, which has connections and threads.
 
 
 def sharded_spec(
@@ -128,10 +128,11 @@ def copy_attributes(source: nn.Parameter, to: torch.Tensor, not_copied: Set[str]
 
 def share_attributes(sharded: nn.Parameter, full: torch.Tensor) -> None:
     """Make the attributes of ``sharded`` those of ``full``, the same parameter, too: what is set on either, or deleted,
-    changes both. A full tensor with attributes that its own class needs gets copies instead."""
+    changes both."""
     if full.__dict__.keys() <= {"_is_param"}:
         full.__dict__ = sharded.__dict__  # as ``swap_tensors()`` does
     else:
+        # Its own class needs some of its attributes, so it gets copies instead.
         copy_attributes(sharded, full)
 
 
@@ -236,8 +237,8 @@ class Snapshot:
         return {(sharded.dtype, sharded.device) for sharded in self._params}
 
     def has_locals(self) -> bool:
-        """Whether the local tensors are the same objects; this works even if this rank has no elements, hence no
-        address."""
+        """Whether the local tensors are the same objects."""
+        # This tells even on a rank without elements, hence without addresses.
         return all(map(is_, map(local_elements, self._params), self._locals))
 
     def has_addresses(self) -> bool:
@@ -255,11 +256,11 @@ def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
 
 
 def shown_on(device: torch.device, gradient: DTensor) -> DTensor:
-    """Wrap a gradient so that torch accepts it for a parameter on ``device``, wherever its elements are. Only the
-    wrapper claims that device; operations run where the elements are."""
+    """Wrap a gradient so that torch accepts it for a parameter on ``device``, wherever its elements are."""
     local = local_tensor(gradient)
     if local.device == device:
         return gradient
+    # Only the wrapper claims the device; operations run where the elements are.
     nothing = torch.empty((), dtype=local.dtype, device=device).expand(local.shape)
     shown: DTensor = make_dtensor(type(gradient), nothing, dtensor_spec(gradient))
     set_local_tensor(shown, local)

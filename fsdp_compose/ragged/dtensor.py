@@ -301,6 +301,7 @@ class RaggedDTensor(CheckpointedDTensor):
                 f"{value.device}: convert the module with module.to()"
             )
         owner = parameter_owners.get(id(self))
+        # Where the memory of the parameters is, is not checked again until the next forward.
         if owner is not None and owner.is_forward_running():
             with torch.no_grad():
                 self.copy_(value)
@@ -339,10 +340,10 @@ class RaggedDTensor(CheckpointedDTensor):
     # ---- torch.compile
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of this tensor in the caches of ``torch.compile``, which the ranks of a host share, and runs with
-        other numbers of ranks too. The key of a ``DTensor`` is its layout, which is the same on every rank. But the
-        code compiled for this tensor depends on this rank's place in the mesh and on its local tensor: with the code of
-        another rank, it would write outside its memory."""
+        """The key of this tensor in the caches of ``torch.compile``."""
+        # The ranks of a host share these caches, and so do runs with other numbers of ranks. The key of a DTensor is
+        # its layout, which is the same on every rank. But the code compiled for this tensor depends on this rank's
+        # place in the mesh and on its local tensor: with the code of another rank, it would write outside its memory.
         local, place = local_tensor(self), self._spec.mesh.get_coordinate()
         memory = tuple(local.shape), tuple(local.stride()), local.storage_offset(), local.dtype, local.device
         return f"{super()._stable_hash_for_caching()} {type(self).__qualname__} {place} {memory}"

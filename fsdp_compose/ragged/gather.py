@@ -64,8 +64,9 @@ class DifferentiableGather(ABC):
 
 
 class _Operation(torch.autograd.Function):
-    """``all_gather`` (``gathers``) or ``reduce_scatter``, in the form that ``torch.func`` needs: with a separate
-    ``setup_context``, a ``jvp``, and a ``vmap`` (which raises)."""
+    """``all_gather`` (``gathers``) or ``reduce_scatter``."""
+
+    # In the form that torch.func needs: with a separate setup_context(), a jvp(), and a vmap() (which raises).
 
     @staticmethod
     def forward(gather: DifferentiableGather, gathers: bool, *tensors: torch.Tensor | None) -> Any:

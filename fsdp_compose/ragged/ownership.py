@@ -74,14 +74,16 @@ parameter_owners: weakref.WeakValueDictionary[int, ParameterOwner] = weakref.Wea
 
 
 class OwnedDTensor(DTensor):
-    """A DTensor that may be a parameter of a group. Methods that would find no memory or no gradient there ask the
-    group."""
+    """A DTensor that may be a parameter of a group."""
+
+    # Methods that would find no memory or no gradient on a sharded parameter ask its group, or raise.
 
     is_composite = False  # its local tensor holds the bytes of several tensors; see ``subclass_views``
 
     def data_ptr(self) -> int:
-        """Return 0 to torch's own code, which understands it. For any other caller, a sharded parameter, or a tensor
-        detached from one, raises: there would be nothing to read, compare or save at that address."""
+        """Return 0 to torch's own code. For any other caller, a sharded parameter, or a tensor detached from one,
+        raises."""
+        # torch knows that a wrapper has no address. Others would read, compare or save what is at that address.
         self._refuse_address("data_ptr()")
         return super().data_ptr()
 
@@ -105,7 +107,8 @@ class OwnedDTensor(DTensor):
         )
 
     def share_memory_(self) -> NoReturn:
-        """Raises, because torch would look for memory behind the wrapper and crash."""
+        """Raises."""
+        # torch would look for memory behind the wrapper, and crash.
         raise NotImplementedError(
             f"share_memory_() of a sharded tensor of shape {tuple(self.shape)}: give other processes its "
             ".full_tensor(), or this rank's part, .to_local()"

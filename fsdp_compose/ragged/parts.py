@@ -219,8 +219,8 @@ class Attributes:
 
 def context_of(param: Any) -> Any:
     """What ``remade`` makes an instance from, besides the tensors inside: the class's own context, if its
-    ``__tensor_unflatten__`` takes the four arguments that torch gives it and returns an instance. FSDP2 never calls
-    that method, so classes that were written for FSDP2 alone may have another one."""
+    ``__tensor_unflatten__`` takes the four arguments that torch gives it and returns an instance."""
+    # FSDP2 never calls that method, so classes that were written for FSDP2 alone may have another one.
     names, context = param.__tensor_flatten__()
     arguments = ({name: getattr(param, name) for name in names}, context, param.shape, param.stride())
     try:
@@ -272,7 +272,8 @@ def rows_of(shape: torch.Size, num_ranks: int, rank: int) -> range:
 
 
 def first_rows(instance: Any, num_rows: int) -> Any:
-    """Views of the first rows. (Inside a dispatch, narrow() would not become this operator, which classes have.)"""
+    """Views of the first rows."""
+    # Inside a dispatch, narrow() would not become this operator, which classes have.
     return torch.ops.aten.slice.Tensor(instance, 0, 0, num_rows)
 
 

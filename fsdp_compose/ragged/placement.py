@@ -391,8 +391,8 @@ class RaggedSpec(DTensorSpec):
         return spec
 
     def _verify_shard_order(self, shard_order: Any) -> None:
-        """Does nothing: stock DTensor refuses a placement that is not an even ``Shard``, and this class exists to carry
-        one."""
+        """Does nothing."""
+        # Stock DTensor refuses a placement that is not an even Shard, and this class exists to carry one.
 
     @cached_property
     def ragged_dim(self) -> int:

@@ -128,11 +128,9 @@ class DefaultUse:
         return True
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An alias of an input that requires grad. When its gradient arrives, this group's backward is done.
-
-        The input itself would not do: its gradient may be complete much later (skip connections), and the hook of a
-        leaf can run before the leaf's gradient is accumulated.
-        """
+        """An alias of an input that requires grad. When its gradient arrives, this group's backward is done."""
+        # The input itself would not do: its gradient may be complete much later (skip connections), and the hook of a
+        # leaf can run before the leaf's gradient is accumulated.
         self.has_alias = True
         # tensor[...] is cheaper than a view, forward and backward, but jagged tensors only support views.
         alias = tensor.view(tensor.shape) if tensor.is_nested else tensor[...]
@@ -195,6 +193,7 @@ class DefaultUse:
                 refuse_unseen_backward(root, state)
             elif not state.progress.running_forwards:
                 state.refuse_unseen_backward()
+        # Inline, as elsewhere on this path: a small method for each assignment made the host a fifth slower.
         progress.was_reached = True
         if number > progress.last_use:
             progress.last_use = number
@@ -205,8 +204,9 @@ class DefaultUse:
         root.communicator.wait_for(state._handles)
 
     def reach(self, grad: torch.Tensor) -> None:
-        """Handle a backward that reached a use inside this one without passing the outputs of this one: it may go on to
-        earlier layers of this group."""
+        """Handle a backward that reached a use inside this one, maybe without passing the outputs of this one."""
+        # It may go on to earlier layers of this group. While the forward of this use still runs, its parameters are
+        # there anyway.
         if self._has_ended:
             self.pre_backward(grad)
 

@@ -135,7 +135,7 @@ def _shard_of(handle: FlatParamHandle, parts: Sequence[torch.Tensor | None]) -> 
 
 class _RootExchange:
     """The exchanges of one root in functional mode: one before the reduction of each group, and one at the end of a
-    backward that has reduced. All have the same size, so that any two pair up if ranks differ."""
+    backward that has reduced."""
 
     def __init__(self, root: Root) -> None:
         states = root.live_states()
@@ -145,6 +145,7 @@ class _RootExchange:
         self._starts = dict(zip(map(id, handles), starts))
         self._root = weakref.ref(root)
         carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
+        # One size for all of them, so that any two pair up if ranks differ.
         self._exchange = ControlExchange(sum(len(item.fqns) for item in handles), 0, carrier)
         self._has_begun = False
 

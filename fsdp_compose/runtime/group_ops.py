@@ -27,8 +27,8 @@ from ..ragged import requires_grad_writes
 
 
 def note_all_gather(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Record the all-gather of a flat parameter, which the caller issues next. One that is whole on every rank is not
-    gathered: ranks may use it unequally often."""
+    """Record the all-gather of a flat parameter, which the caller issues next."""
+    # One that is whole on every rank is not gathered, and ranks may use it unequally often.
     if not handle.mesh.has_whole:
         root.order.record(root, state.log.all_gather)
 
@@ -189,13 +189,13 @@ def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
 
 
 def follow_requires_grad_writes_before_backward(root: Root) -> None:
-    """Like autograd, give no gradient to parameters that were frozen since forward. The same flat parameters are
-    reduced nevertheless."""
+    """Like autograd, give no gradient to parameters that were frozen since forward."""
     for state in root.live_states():
         for handle in state._handles:
             if handle.was_toggled():
                 was_trainable = handle.pending_gradients.is_trainable
                 follow_requires_grad(root, state)
+                # What was trainable in that forward is reduced nevertheless.
                 handle.pending_gradients.is_trainable |= was_trainable
 
 

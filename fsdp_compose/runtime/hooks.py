@@ -66,8 +66,8 @@ from .untracked_writes import forgive_versions, look_for_writes, refuse_untracke
 
 def is_recomputation(state: _FSDPState, task: int) -> bool:
     """Whether a forward that begins inside a backward (of number ``task``) repeats an earlier one for it, as in
-    activation checkpointing. If not, it is treated like a forward outside backward: for example, that of a teacher in a
-    gradient hook."""
+    activation checkpointing."""
+    # If not, it is treated like a forward outside backward: for example, that of a teacher in a gradient hook.
     root = state.root
     if root is None:
         return is_checkpoint_recomputing()  # it repeats a forward before fully_shard()
@@ -333,10 +333,9 @@ _NUM_FRAMES_OF_HOOK = 4
 
 
 def is_functional_call(state: _FSDPState) -> bool:
-    """Whether this forward of the group's modules uses other values than the group's own. On the hot path.
-
-    The slots of all groups were compared at the start of the outermost forward. So inside it, this first looks at a few
-    stack frames instead of the group's slots, which are no longer in the CPU's caches."""
+    """Whether this forward of the group's modules uses other values than the group's own."""
+    # Hot path. The slots of all groups were compared at the start of the outermost forward. So inside it, this first
+    # looks at a few stack frames instead of the group's slots, which are no longer in the CPU's caches.
     root = state.root
     forward = None if root is None else root.forward
     if forward is None or not forward.depth or forward.is_given or forward.caller is None:

@@ -39,13 +39,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: GroupUse | None) -> None:
-    """Find the parameters that forward has written to, at the end of a use that is due for the check. Inside a
-    ``torch.func`` transform, and before the last of the group's modules, the check moves to the next use.
+    """Find the parameters that forward has written to, at the end of a use that is due for the check.
 
     Args:
         use: ``None`` in the default mode without grad mode.
     """
     progress, mode = state.progress, use is None
+    # Inside a torch.func transform, and before the last of the group's modules, the check moves to the next use.
     if in_transform() or progress.pending_modules - {id(module)}:
         progress.uses_left[mode] = 1
         return
@@ -66,15 +66,16 @@ def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: Group
 
 
 def forgive_versions(state: _FSDPState) -> None:
-    """Forgive version counters of ``state`` that moved without a write, in a repetition of a forward inside backward,
-    where ranks do not meet: each looks at its own slice."""
+    """Forgive version counters of ``state`` that moved without a write, in a repetition of a forward inside
+    backward."""
+    # Ranks do not meet there, so each looks at its own slice.
     with torch.no_grad(), without_modes():
         _forgive(writes_to_unsharded(state))
 
 
 def _forgive(found: dict[FlatParamHandle, list[int]]) -> None:
-    """Forgive what ``torch.nn.utils.parametrize`` does: it sets a parameter to its own memory, which raises the version
-    and writes nothing."""
+    """Forgive what ``torch.nn.utils.parametrize`` does."""
+    # It sets a parameter to its own memory, which raises the version and writes nothing.
     for handle, indexes in found.items():
         # A write of the only rank to its only copy is a write to the sharded parameter, as if unsharded.
         is_only = handle.unsharded.never_freed and handle.mesh.data_world_size == 1

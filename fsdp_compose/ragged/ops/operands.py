@@ -98,8 +98,8 @@ def pick(value: Any, indices: Sequence[int], num: int) -> Any:
 
 
 def is_own(tensor: torch.Tensor) -> bool:
-    """Whether this is a plain tensor that may differ between ranks. Scalars are taken to be equal, such as step counts
-    and learning rates: as stock DTensor does."""
+    """Whether this is a plain tensor that may differ between ranks."""
+    # Scalars, such as step counts and learning rates, are taken to be equal, as by stock DTensor.
     return not isinstance(tensor, DTensor) and tensor.dim() > 0 and not (tensor.dim() == 1 and tensor.numel() == 1)
 
 
@@ -498,7 +498,8 @@ def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTens
 
 def may_mix(read: torch.Tensor | None) -> bool:
     """Whether a sharded tensor may be computed with plain ones: without autograd, as in the step of an optimizer, and
-    if what is only read is no parameter of a group. A parameter is read in a forward, which should run in its group."""
+    if what is only ``read`` is no parameter of a group."""
+    # A parameter that is read is read by a forward, even without autograd, and that should run in its group.
     return not torch.is_grad_enabled() and not hasattr(read, OWNER_ATTRIBUTE)
 
 
@@ -521,8 +522,8 @@ def as_scalar(local: torch.Tensor) -> torch.Tensor:
 
 
 def touch(local: torch.Tensor) -> None:
-    """Called after all ranks have written to a 0-dim tensor, of which this rank may hold nothing. A traced graph must
-    still contain a write, as on the other ranks: write to the empty tensor."""
+    """Called after all ranks have written to a 0-dim tensor, of which this rank may hold nothing."""
+    # A traced graph must contain a write all the same, as on the other ranks.
     if not local.numel():
         local.zero_()
 

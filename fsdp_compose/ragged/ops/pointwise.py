@@ -93,8 +93,9 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Like ``pointwise``; also copies from a plain tensor with the whole values, the same on every rank: each rank
-    takes its local shard. (A plain tensor that autograd must follow cannot be mixed with a sharded one.)"""
+    takes its local shard."""
     target, source = args[:2]
+    # A plain tensor that autograd must follow cannot be mixed with a sharded one: pointwise() refuses it.
     is_recorded = source.requires_grad and torch.is_grad_enabled()
     if isinstance(target, RaggedDTensor) and not isinstance(source, DTensor) and source.dim() and not is_recorded:
         if torch.broadcast_shapes(source.shape, target.shape) != target.shape:
@@ -115,8 +116,7 @@ def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def divide(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Like ``pointwise``, for operators that raise on a CPU when an integer is divided by zero: raise on every rank,
-    not only on those that hold such an element, and before anything is written."""
+    """Like ``pointwise``, for operators that raise on a CPU when an integer is divided by zero."""
     dividend, divisor = args[:2]
     is_integer = all(
         not (item.is_floating_point() or item.is_complex()) if isinstance(item, torch.Tensor) else isinstance(item, int)
@@ -125,6 +125,7 @@ def divide(func: Any, args: Args, kwargs: Kwargs) -> Any:
     is_true_division = "div" in func._schema.name and "floor" not in func._schema.name
     if is_integer and not (is_true_division and kwargs.get("rounding_mode") is None):
         sharded = dividend if isinstance(dividend, RaggedDTensor) else divisor
+        # Raise on every rank, not only on those that hold such an element, and before anything is written.
         is_zero = divisor == 0
         if isinstance(is_zero, torch.Tensor):
             is_zero = bool(scalar_operand(is_zero.any()))
@@ -324,18 +325,20 @@ def new(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def new_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Handle ``new_empty_strided(size, stride)``: a local shard has no memory format. Autograd makes a leaf's gradient
-    this way when something else holds the one that arrived."""
+    """Handle ``new_empty_strided(size, stride)``: autograd makes a leaf's gradient this way when something else holds
+    the one that arrived."""
     tensor, size, stride = args
     spec = tensor._spec
-    if tuple(size) == tuple(spec.shape):
+    if tuple(size) == tuple(spec.shape):  # without the strides: a local shard has no memory format
         return wrap_local_shard(tensor._local_tensor.new_empty(spec.local_shape, **kwargs), spec)
     return replicated(func(tensor._local_tensor, size, stride, **kwargs), spec)
 
 
 def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Draw the whole tensor and keep this rank's local shard: the same values as on one device, if the ranks'
-    generators agree. A tensor without the shape of a sharded one is drawn whole on every rank."""
+    """Draw the whole tensor and keep this rank's local shard. A tensor without the shape of a sharded one is drawn
+    whole on every rank."""
+    # So the values are those of one device, if the ranks' generators agree. Those of replicas must: replicas would
+    # differ from each other.
     name = func._schema.name
     tensor = args[0]
     is_in_place = name.endswith("_")

@@ -33,6 +33,7 @@ def partial_norm(local: torch.Tensor, order: float) -> torch.Tensor:
     """The part of a norm that adds up over the ranks: the sum of powers; for orders inf and -inf the largest
     and the smallest magnitude."""
     if not local.numel():
+        # What changes nothing in the other ranks' result.
         return local.abs().new_full((), inf if order == -inf else 0.0)
     if order in (inf, -inf):
         return torch.linalg.vector_norm(local, order)
@@ -54,11 +55,11 @@ def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup)
 
 
 def combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGroup) -> None:
-    """Reduce to the largest or smallest value over the ranks, in place. NaN on any rank gives NaN on all: backends
-    disagree about the MAX of a NaN, so NaN flags travel next to the values."""
+    """Reduce to the largest or smallest value over the ranks, in place. NaN on any rank gives NaN on all."""
     if not values.dtype.is_floating_point:
         dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN, group=group)
         return
+    # Backends disagree about the MAX of a NaN, so flags for NaN travel next to the values.
     is_nan = values.isnan()
     signed = (values if is_max else -values).masked_fill(is_nan, -inf)
     both = torch.stack([signed, is_nan.to(values.dtype)])

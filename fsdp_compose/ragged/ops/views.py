@@ -59,9 +59,9 @@ def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def look_up(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Handle ``F.embedding()`` and the like: their indices are a rank's own part of the batch, so the weight must not
-    be a sharded parameter."""
+    """Handle ``F.embedding()`` and the like, whose weight must not be a sharded parameter."""
     weight, indices = args[:2]
+    # The indices are a rank's own part of the batch, though _own_tensors() takes integers to be the same everywhere.
     if hasattr(weight, OWNER_ATTRIBUTE) and not isinstance(indices, DTensor):
         raise MixedOperandsError(
             f"{func}: got mixed a torch.Tensor of indices of shape {tuple(indices.shape)} and {describe_owner(weight)}"
@@ -179,11 +179,12 @@ def _refuse_wrappers() -> None:
 
 def _own_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """The plain tensors among the arguments that may hold a rank's own part of something; raise where they may not be
-    mixed with sharded ones. Others are the same on every rank: indices or masks, and those that autograd makes (zeros
-    for parts of a tensor that got no gradient)."""
+    mixed with sharded ones."""
+    # Autograd joins the gradients of parts, with plain zeros for a part that got none: the same on every rank.
     if func in _JOINS and current_graph_task_id() != -1:
         return []
     tensors = [*tensors_in((args, kwargs))]
+    # Integers and booleans are taken for indices and masks, which are the same on every rank too.
     own = [t for t in tensors if not isinstance(t, DTensor) and t.dim() and (t.is_floating_point() or t.is_complex())]
     if own:
         targets = written(func, args, kwargs)
