@@ -22,6 +22,7 @@ from ..comm import forget_for, kept_for, known_for
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, host_memory, local_of
 from ..group import _FSDPState, _get_fsdp_states, is_sleeping, put_to_sleep, refuse_sleeping, sleeping_error, wake
+from ..ragged import inner_tensors
 
 Optimizers = Union[Optimizer, "Iterable[Optimizer]", None]
 
@@ -208,9 +209,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors whose memory holds the elements of ``tensor``."""
     local = local_of(tensor)
     if is_wrapper(local):
-        names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            yield from _parts(getattr(local, name))
+        for part in inner_tensors(local).values():
+            yield from _parts(part)
     else:
         yield local
 

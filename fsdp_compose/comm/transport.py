@@ -285,15 +285,7 @@ class Transport:
             work.wait()
 
 
-def _reduce_scatter_options(op: Any) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    return options
-
-
-def _all_reduce_options(op: Any) -> AllreduceOptions:
-    options = AllreduceOptions()
+def _reducing(options: Any, op: Any) -> Any:
     options.reduceOp = op
     options.asyncOp = True
     return options
@@ -301,10 +293,10 @@ def _all_reduce_options(op: Any) -> AllreduceOptions:
 
 _ALL_GATHER = AllgatherOptions()
 _ALL_GATHER.asyncOp = True
-_AVERAGE = _reduce_scatter_options(dist.ReduceOp.AVG)
-_SUM = _reduce_scatter_options(dist.ReduceOp.SUM)
-_ALL_AVERAGE = _all_reduce_options(dist.ReduceOp.AVG)
-_ALL_SUM = _all_reduce_options(dist.ReduceOp.SUM)
+_AVERAGE = _reducing(ReduceScatterOptions(), dist.ReduceOp.AVG)
+_SUM = _reducing(ReduceScatterOptions(), dist.ReduceOp.SUM)
+_ALL_AVERAGE = _reducing(AllreduceOptions(), dist.ReduceOp.AVG)
+_ALL_SUM = _reducing(AllreduceOptions(), dist.ReduceOp.SUM)
 
 
 # ---- A transport that records what passes through another one, for debugging and for tests.

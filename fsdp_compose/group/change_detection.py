@@ -365,29 +365,8 @@ class _SleepingDetector:
     def _refuse(self) -> NoReturn:
         raise MisuseRuntimeError(sleeping_error(self._name))
 
-    def is_unchanged(self) -> bool:
-        self._refuse()
-
-    def has_unsharded_grads(self) -> bool:
-        self._refuse()
-
-    def backward_has_ended(self) -> None:
-        self._refuse()
-
-    def was_toggled(self) -> bool:
-        self._refuse()
-
-    def has_grads(self) -> bool:
-        self._refuse()
-
-    def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]:
-        self._refuse()
-
-    def was_forward_unchanged(self) -> bool:
-        self._refuse()
-
-    def follow_addresses(self) -> None:
-        self._refuse()
+    is_unchanged = has_unsharded_grads = backward_has_ended = was_toggled = _refuse
+    has_grads = newly_kept = was_forward_unchanged = follow_addresses = _refuse
 
 
 def put_to_sleep(states: Iterable[_FSDPState]) -> None:
