@@ -15,8 +15,8 @@ _contexts: weakref.WeakKeyDictionary[object, dict[type, Any]] = weakref.WeakKeyD
 
 def kept_for(group: object, kind: type[_Record], make: Callable[[], _Record] | None = None) -> _Record:
     """Return the record of class ``kind`` that is kept for ``group`` (a process group, ranks that are about to become
-    one, or a ``Root``). The first call makes it, with ``make`` if that is given. A record must not refer to its
-    ``group`` strongly."""
+    one, an optimizer, or a ``Root``). The first call makes it, with ``make`` if that is given. A record must not refer
+    to its ``group`` strongly."""
     records = _contexts.setdefault(group, {})
     record: _Record | None = records.get(kind)
     if record is None:

@@ -364,7 +364,7 @@ class ControlExchange:
         self.used = self._view[:num_params]
         self.late = self._view[num_params:]
         self.steps_agree = True
-        self._num_params, self._end_of = num_params, end_of
+        self._end_of = end_of
 
     def start(self, order_hash: int, steps: int | None) -> None:
         """Send this rank's ``used`` and ``late``, which the caller has filled in, with the hash and the number of
