@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer
 from .._torch import PlainAttributes, is_wrapper, local_tensor, set_leaf_hooks
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import SHARDED_PARAM_ATTRIBUTE, handle_of, owner_of, refuse_unreduced, waiting
-from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged, shard_inner
+from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged, map_instances, shard_inner
 from .optimizer_steps import before_every_step
 from .state import state_of
 
@@ -176,7 +176,7 @@ class ParameterProxy(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _resolve(args), _resolve(kwargs or {})
+        args, kwargs = map_instances(ParameterProxy, _shown, (args, kwargs or {}))
         if not (args and isinstance(args[0], RaggedDTensor)):
             return func(*args, **kwargs)
         # ``func`` is the method or accessor of torch.Tensor; RaggedDTensor may override it.
@@ -243,16 +243,6 @@ def _refuse_of(original: nn.Parameter) -> Any:
         )
 
     return refuse
-
-
-def _resolve(value: Any) -> Any:
-    if isinstance(value, ParameterProxy):
-        return _shown(value)
-    if type(value) in (list, tuple):
-        return type(value)([_resolve(item) for item in value])
-    if type(value) is dict:
-        return {key: _resolve(item) for key, item in value.items()}
-    return value
 
 
 def _shown(replaced: nn.Parameter) -> torch.Tensor:

@@ -34,6 +34,7 @@ from .dtensor import scatter_average as scatter_average
 from .dtensor import shard_inner as shard_inner
 from .gather import DifferentiableGather as DifferentiableGather
 from .ops.operands import ReplicatedDTensor as ReplicatedDTensor
+from .ops.operands import map_instances as map_instances
 from .ops.reductions import accurate_dtype as accurate_dtype
 from .ops.reductions import combine_norms as combine_norms
 from .ops.reductions import finish_norm as finish_norm

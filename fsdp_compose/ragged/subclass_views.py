@@ -10,7 +10,7 @@ instance over each rank's rows, if these are all that the class needs: so optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from .._torch import allow_in_foreach, is_swapping_tensors, local_tensor, make_dtensor, set_local_tensor
 from .dtensor import RaggedDTensor
 from .ops import choose
-from .ops.operands import is_tensors, operand, pick, wrap_local_shard, written
+from .ops.operands import is_tensors, operand, pick, tensors_in, wrap_local_shard, written
 from .ops.pointwise import divide, per_element, pointwise, random
 from .ownership import OWNER_ATTRIBUTE, SHOWN_ATTRIBUTE, note_write_of_all_ranks
 from .parts import Parts, common_tensor
@@ -304,7 +304,7 @@ class CompositeDTensor(RaggedDTensor):
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], CompositeDTensor):
             return handler(*args, **kwargs)
-        own = next(item for item in _flattened((args, kwargs)) if isinstance(item, CompositeDTensor))
+        own = next(item for item in tensors_in((args, kwargs)) if isinstance(item, CompositeDTensor))
         handler = None if own.composite.uncut else _BY_KIND.get(choose(func))
         if handler is None:
             raise NotImplementedError(
@@ -320,14 +320,6 @@ def with_local(tensor: RaggedDTensor, local: torch.Tensor) -> RaggedDTensor:
         return tensor.with_local(local)
     spec = tensor._spec
     return RaggedDTensor(local, spec if spec.dtype == local.dtype else spec.with_dtype(local.dtype))
-
-
-def _flattened(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _flattened(item)
-    else:
-        yield value
 
 
 def _detach(tensor: CompositeDTensor) -> CompositeDTensor:

@@ -68,14 +68,14 @@ def is_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def map_tensors(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+def map_instances(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``function`` applied to every instance of ``kind`` in it (in lists, tuples and dicts)."""
     if isinstance(value, kind):
         return function(value)
     if type(value) in (list, tuple):
-        return type(value)([map_tensors(kind, function, item) for item in value])
+        return type(value)([map_instances(kind, function, item) for item in value])
     if type(value) is dict:
-        return {key: map_tensors(kind, function, item) for key, item in value.items()}
+        return {key: map_instances(kind, function, item) for key, item in value.items()}
     return value
 
 
@@ -242,8 +242,8 @@ def _by_stock_rules(func: Any, args: Args, kwargs: Kwargs) -> Any:
         back[id(result)] = tensor
         return result
 
-    args, kwargs = map_tensors(ReplicatedDTensor, stock, args), map_tensors(ReplicatedDTensor, stock, kwargs)
-    return map_tensors(DTensor, lambda item: back.get(id(item), item), func(*args, **kwargs))
+    args, kwargs = map_instances(ReplicatedDTensor, stock, args), map_instances(ReplicatedDTensor, stock, kwargs)
+    return map_instances(DTensor, lambda item: back.get(id(item), item), func(*args, **kwargs))
 
 
 def _check_replicated(
@@ -285,11 +285,11 @@ def _on_whole(func: Any, args: Args, kwargs: Kwargs, spec: DTensorSpec, is_plain
         for item in func._schema.arguments
         if item.is_out and isinstance(kwargs.get(item.name), ReplicatedDTensor)
     }
-    local_kwargs = map_tensors(ReplicatedDTensor, local, kwargs)
+    local_kwargs = map_instances(ReplicatedDTensor, local, kwargs)
     for name, target in outs.items():
         local_kwargs[name] = torch.empty_like(target._local_tensor)  # torch may give it another shape
         back[id(local_kwargs[name])] = target
-    result = func(*map_tensors(ReplicatedDTensor, local, args), **local_kwargs)
+    result = func(*map_instances(ReplicatedDTensor, local, args), **local_kwargs)
     for name, target in outs.items():
         if local_kwargs[name].shape != target.shape:
             raise RuntimeError(
@@ -305,7 +305,7 @@ def _on_whole(func: Any, args: Args, kwargs: Kwargs, spec: DTensorSpec, is_plain
     def wrap(item: torch.Tensor) -> torch.Tensor:
         return back[id(item)] if id(item) in back else item if is_plain else on_all_ranks(item, spec)
 
-    return map_tensors(torch.Tensor, wrap, result)
+    return map_instances(torch.Tensor, wrap, result)
 
 
 # ---- ``GatheredView``: a view of a ``RaggedDTensor`` where no ragged view exists
@@ -407,7 +407,7 @@ class GatheredView(DTensor):
             )
         if targets:
             # Every rank has the whole copy, so plain tensors among the arguments (indices) are fine.
-            func(*map_tensors(DTensor, _whole_of, args), **map_tensors(DTensor, _whole_of, kwargs))
+            func(*map_instances(DTensor, _whole_of, args), **map_instances(DTensor, _whole_of, kwargs))
             for target in targets:
                 target._source._local_tensor.copy_(shard_whole(target._whole, target._source._spec))
                 note_write_of_all_ranks(target._source._local_tensor)
@@ -415,8 +415,8 @@ class GatheredView(DTensor):
             return targets[0]
         _refuse_plain_tensors(func, (*args, *kwargs.values()))
         result = func(
-            *map_tensors(GatheredView, GatheredView.plain, args),
-            **map_tensors(GatheredView, GatheredView.plain, kwargs),
+            *map_instances(GatheredView, GatheredView.plain, args),
+            **map_instances(GatheredView, GatheredView.plain, kwargs),
         )
         source = next((item for item in args if isinstance(item, GatheredView)), None)
         return source.view_as_well(result) if func.is_view and source is not None else result
@@ -424,7 +424,7 @@ class GatheredView(DTensor):
     def view_as_well(self, views: Any) -> Any:
         """Further views of the same copy."""
         with inference_mode_of(self._source):
-            return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
+            return map_instances(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
 
 
 class _UsedByEachRank(DifferentiableGather):

@@ -25,7 +25,7 @@ from .operands import (
     Kwargs,
     ReplicatedDTensor,
     check_equal,
-    map_tensors,
+    map_instances,
     may_mix,
     refuse_collectives,
     replicated,
@@ -54,8 +54,8 @@ def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
     warn_gathers(func)
     own = _own_tensors(func, args, kwargs)
     spec = first_ragged((*args, *kwargs.values()))._spec
-    result = func(*map_tensors(DTensor, _whole, args), **map_tensors(DTensor, _whole, kwargs))
-    return result if own else map_tensors(torch.Tensor, lambda item: replicated(item, spec), result)
+    result = func(*map_instances(DTensor, _whole, args), **map_instances(DTensor, _whole, kwargs))
+    return result if own else map_instances(torch.Tensor, lambda item: replicated(item, spec), result)
 
 
 def look_up(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -97,7 +97,7 @@ def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return wholes[id(item)] if id(item) in wholes else _whole(item)
 
     memory = [wholes[id(item)].data_ptr() for item in targets]
-    result = func(*map_tensors(DTensor, whole, args), **map_tensors(DTensor, whole, kwargs))
+    result = func(*map_instances(DTensor, whole, args), **map_instances(DTensor, whole, kwargs))
     for item, address in zip(targets, memory, strict=True):
         if wholes[id(item)].shape != item.shape or wholes[id(item)].data_ptr() != address:
             raise _unknown_write(func)
@@ -107,7 +107,7 @@ def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
         note_write_of_all_ranks(item._local_tensor)
     back = {id(wholes[id(item)]): item for item in targets}
     spec = first_ragged(targets)._spec
-    return map_tensors(
+    return map_instances(
         torch.Tensor, lambda item: back[id(item)] if id(item) in back else replicated(item, spec), result
     )
 
@@ -128,7 +128,7 @@ def write_elsewhere(func: Any, target: torch.Tensor, args: Args, kwargs: Kwargs)
         )
     kind: Any = RaggedDTensor if isinstance(target, DTensor) else DTensor
     like = as_in(target, func)
-    return func(*map_tensors(kind, like, args), **map_tensors(kind, like, kwargs))
+    return func(*map_instances(kind, like, args), **map_instances(kind, like, kwargs))
 
 
 def as_in(target: torch.Tensor, func: Any) -> Callable[[Any], torch.Tensor]:
@@ -293,4 +293,4 @@ def gathered_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     whole = GatheredView(plain, tensor, local_tensor(plain), [])
     whole.note_version()
     views = func(local_tensor(plain), *args[1:], **kwargs)
-    return whole.view_as_well(map_tensors(torch.Tensor, lambda view: replicated(view, tensor._spec), views))
+    return whole.view_as_well(map_instances(torch.Tensor, lambda view: replicated(view, tensor._spec), views))
