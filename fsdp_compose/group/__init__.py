@@ -70,7 +70,6 @@ from .iteration import registrations as registrations
 from .kept_tensors import ATOMS as ATOMS
 from .kept_tensors import BoundToModule as BoundToModule
 from .kept_tensors import search_object as search_object
-from .kept_tensors import tensors_requiring_grad as tensors_requiring_grad
 from .optimizer_steps import after_every_step as after_every_step
 from .optimizer_steps import before_every_step as before_every_step
 from .optimizer_steps import count_steps as count_steps

@@ -83,11 +83,6 @@ def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
     return _get_fsdp_states_with_modules(module)[0]
 
 
-def _get_fsdp_root_states(module: nn.Module) -> list[_FSDPState]:
-    """The root states in ``_get_fsdp_states(module)``, whose modules begin iterations; none before a first forward."""
-    return [state for state in _get_fsdp_states(module) if state.is_root]
-
-
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
     """The flat parameters of ``_get_fsdp_states(module)``, in the same order."""
     return [handle for state in _get_fsdp_states(module) for handle in state._handles]

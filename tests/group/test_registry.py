@@ -19,7 +19,6 @@ from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
 from fsdp_compose.group.hook_decorators import _annotate_modules_for_dynamo
 from fsdp_compose.group.registry import (
     _get_fsdp_handles,
-    _get_fsdp_root_states,
     _get_fsdp_states,
     _get_fsdp_states_with_modules,
 )
@@ -169,20 +168,25 @@ def test_a_cycle_of_modules_ends(one_process):
     del tree.left._modules["parent"]
 
 
+def root_states(module: nn.Module) -> list[object]:
+    """The states whose modules begin iterations; none before a first forward."""
+    return [state for state in _get_fsdp_states(module) if state.is_root]
+
+
 def test_root_states_are_known_from_the_first_forward(one_process):
     tree = Tree()
     for module in (tree.left, tree.right, tree.right.first):
         if module is not tree.right:
             fully_shard(module)
     fully_shard(tree.right)
-    assert _get_fsdp_root_states(tree) == []
+    assert root_states(tree) == []
     for branch in (tree.left, tree.right):
         branch(torch.randn(2, 3))
-    assert _get_fsdp_root_states(tree) == [fully_shard.state(tree.left), fully_shard.state(tree.right)]
-    assert _get_fsdp_root_states(tree.right) == [fully_shard.state(tree.right)]
+    assert root_states(tree) == [fully_shard.state(tree.left), fully_shard.state(tree.right)]
+    assert root_states(tree.right) == [fully_shard.state(tree.right)]
     fully_shard(tree)
     tree(torch.randn(2, 3))
-    assert _get_fsdp_root_states(tree) == [fully_shard.state(tree)]
+    assert root_states(tree) == [fully_shard.state(tree)]
 
 
 def test_traversal_does_not_descend_into_a_replicated_module(one_process):
