@@ -9,22 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, zip_longest
+from hashlib import blake2b
+from itertools import accumulate, pairwise
 from math import sqrt
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from .._torch import compute_local_shape_and_global_offset, foreach_add_, foreach_lerp_, foreach_mul_, is_wrapper
-from ..comm import Label, meet, noticing_loss
+from ..comm import Label, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import FlatParamHandle, handle_of, local_of, refuse_unreduced
 from ..ragged import note_write_of_all_ranks
 from .matrices import Bucket, Member, Plan, Stack, cut_dims, name_of, refuse_block_rows, shape_of
+from .step_agreement import WITH, WITHOUT, agree_on_step
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _MUON, _ADAMW = "muon", "adamw"
@@ -74,6 +77,30 @@ def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> floa
 
 
 # ---- The optimizer
+
+
+_Gradients = dict[int, torch.Tensor]
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is found out once about the parameters of an optimizer.
+
+    Attributes:
+        key: what it depends on.
+        plans: for the matrices of each shard group.
+        handles: of each mesh, a flat parameter.
+        digest: of what this rank trains. Made at the first step, since parameters get other names at a first forward.
+    """
+
+    key: object
+    plans: list[Plan]
+    handles: list[FlatParamHandle]
+    digest: bytes = b""
+
+    def peers(self) -> list[dist.ProcessGroup]:
+        """The process groups of all ranks that step together: for each model one, once it has run."""
+        return [*dict.fromkeys([item.mesh.peers for item in self.handles if item.mesh.has_peers])]
 
 
 class Muon(Optimizer):
@@ -136,7 +163,7 @@ class Muon(Optimizer):
                 "number of bytes above 0"
             )
         self._ns_dtype, self._bucket_bytes, self._over_replicas = ns_dtype, bucket_bytes, over_replicas
-        self._known: tuple[Any, list[Plan]] = ((), [])
+        self._known = _Known((), [], [])
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
@@ -159,38 +186,75 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients.
 
-        Ranks: all ranks of the model.
+        Ranks: all ranks of the model. They first agree, by one small exchange, that all step and have gradients for the
+        same parameters.
 
         Args:
             closure: computes the loss again; its result is returned.
 
         Raises:
-            RuntimeError: another rank died, or does not step. Momenta, and parameters of earlier buckets, may have
-                changed: load a checkpoint.
-            RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter; or, at the first
-                step, ranks train other parameters, and nothing was changed.
+            RanksDifferError: on every rank: a rank does not step, trains other parameters, or has gradients for others;
+                or a rank cannot step, for the reason that it raises itself. Nothing was changed.
+            RankLostError: on every rank: another rank died. Nothing was changed if it died before the step, as the
+                message then says. If it died in the middle of it, momenta of all buckets so far, and parameters of
+                earlier buckets, have changed, and those of AdamW's groups have not: load a checkpoint.
+            RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter. Nothing was
+                changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        refuse_unreduced("Muon.step()", [param for group in self.param_groups for param in group["params"]])
+        gradients = self._begin()
+        for plan in self._plan().plans:
+            self._step_muon(plan, gradients)
         for group in self.param_groups:
             if group["algorithm"] == _ADAMW:
-                self._step_adamw(group)
-        for plan in self._plans():
-            self._step_muon(plan)
+                self._step_adamw(group, gradients)
         return loss
 
     def describe(self) -> MuonReport:
         """Describe what a step does: who orthogonalizes what, how evenly, what moves, and what memory that takes.
 
-        Ranks: all ranks of the model, unless a step was done before."""
-        return _report(self._plans())
+        Ranks: any; nothing is communicated."""
+        return _report(self._plan().plans)
+
+    # ---- What all ranks agree on before anything changes
+
+    def _begin(self) -> _Gradients:
+        """Return this rank's parts of the gradients, by the id of the parameter, once all ranks are about to do the
+        same."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        gradients: _Gradients = {}
+        error = None
+        try:
+            refuse_unreduced("Muon.step()", params)
+            gradients = {id(param): _local_gradient(param) for param in params if param.grad is not None}
+        except (RuntimeError, ValueError) as caught:  # the others wait for this rank: they are told
+            error = caught
+        known = self._plan()
+        peers = known.peers()
+        if peers:
+            known.digest = known.digest or blake2b("\n".join(self._lines()).encode()).digest()
+            present = bytes([param.grad is not None for param in params])
+            agree_on_step("Muon.step()", peers, known.digest + present, partial(self._lines, True), error)
+        elif error is not None:
+            raise error
+        return gradients
+
+    def _lines(self, with_gradients: bool = False) -> list[str]:
+        """What this rank trains, in words."""
+        lines = [f"ns_dtype={self._ns_dtype}, bucket_bytes={self._bucket_bytes}, over_replicas={self._over_replicas}"]
+        for group in self.param_groups:
+            how = f"algorithm={group['algorithm']!r}, block_rows={group['block_rows']}"
+            for param in group["params"]:
+                has = f", {WITHOUT if param.grad is None else WITH}" if with_gradients else ""
+                lines.append(f"{name_of(param)} of shape {tuple(param.shape)}, {how}{has}")
+        return lines
 
     # ---- AdamW, element by element
 
-    def _step_adamw(self, group: dict[str, Any]) -> None:
+    def _step_adamw(self, group: dict[str, Any], gradients: _Gradients) -> None:
         params = [param for param in group["params"] if param.grad is not None]
         if not params:
             return
@@ -201,7 +265,7 @@ class Muon(Optimizer):
                 self.state[param]["step"] = torch.tensor(0.0)
         states = [self.state[param] for param in params]
         adamw(
-            [local_of(param) for param in params], [_local_gradient(param) for param in params],
+            [local_of(param) for param in params], [gradients[id(param)] for param in params],
             [local_of(state["exp_avg"]) for state in states], [local_of(state["exp_avg_sq"]) for state in states],
             [], [state["step"] for state in states], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
@@ -210,31 +274,34 @@ class Muon(Optimizer):
 
     # ---- Muon
 
-    def _plans(self) -> list[Plan]:
-        groups = [group for group in self.param_groups if group["algorithm"] == _MUON]
+    def _plan(self) -> _Known:
+        groups = self.param_groups
         # Parameters that were moved or sharded anew have other specs.
         key = tuple([(id(p), id(getattr(p, "_spec", None)), g["block_rows"]) for g in groups for p in g["params"]])
-        if self._known[0] != key:
-            self._known = key, self._make_plans(groups)
-        return self._known[1]
+        if self._known.key != key:
+            self._known = self._planned(key)
+        return self._known
 
-    def _make_plans(self, groups: Sequence[dict[str, Any]]) -> list[Plan]:
+    def _planned(self, key: object) -> _Known:
         members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
-        for group in groups:
+        handles: dict[int, FlatParamHandle] = {}
+        for group in self.param_groups:
             for param in group["params"]:
                 place = handle_of(param)
                 handle = None if place is None else place[0]
-                where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
-                shape = shape_of(param, name_of(param), group["block_rows"])
-                members.setdefault(where, (handle, []))[1].append(Member(param, group, shape))
-        plans = []
-        for handle, found in members.values():
-            plan = Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
-            _agree(plan)
-            plans.append(plan)
-        return plans
+                if handle is not None:
+                    handles.setdefault(id(handle.mesh), handle)
+                if group["algorithm"] == _MUON:
+                    where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
+                    shape = shape_of(param, name_of(param), group["block_rows"])
+                    members.setdefault(where, (handle, []))[1].append(Member(param, group, shape))
+        plans = [
+            Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
+            for handle, found in members.values()
+        ]
+        return _Known(key, plans, [*handles.values()])
 
-    def _step_muon(self, plan: Plan) -> None:
+    def _step_muon(self, plan: Plan, gradients: _Gradients) -> None:
         present = bytes([member.param.grad is not None for member in plan.members])
         if 1 not in present:
             return
@@ -244,7 +311,7 @@ class Muon(Optimizer):
         dtype, leaving = self._ns_dtype, None
 
         def begin(bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
-            self._update(plan, bucket.begun, updates)
+            self._update(plan, bucket.begun, updates, gradients)
             coming = bucket.exchange.gather(updates, dtype, device, transport, label)
             for i in bucket.ended:
                 updates[i] = NOTHING
@@ -265,7 +332,7 @@ class Muon(Optimizer):
         _apply(plan, leaving())
         note_write_of_all_ranks([member.param for member in plan.members if member.param.grad is not None])
 
-    def _update(self, plan: Plan, indices: Sequence[int], updates: list[torch.Tensor]) -> None:
+    def _update(self, plan: Plan, indices: Sequence[int], updates: list[torch.Tensor], gradients: _Gradients) -> None:
         """Update the momentum of some parameters, and fill in this rank's parts of their updates, 1-D, before they are
         orthogonalized."""
         by_group: dict[int, list[int]] = {}
@@ -273,7 +340,7 @@ class Muon(Optimizer):
             by_group.setdefault(id(plan.members[i].group), []).append(i)
         for chosen in by_group.values():
             group = plan.members[chosen[0]].group
-            grads = [_local_gradient(plan.members[i].param) for i in chosen]
+            grads = [gradients[id(plan.members[i].param)] for i in chosen]
             buffers = [local_of(self._momentum_of(plan.members[i].param)) for i in chosen]
             foreach_lerp_(buffers, grads, 1 - group["momentum"])
             for i, grad, buffer in zip(chosen, grads, buffers, strict=True):
@@ -471,28 +538,6 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
             f"{tuple(local.shape)}: expected a dense gradient that is sharded like the parameter"
         )
     return grad
-
-
-def _agree(plan: Plan) -> None:
-    """Compare what all ranks are about to plan. Ranks: all ranks of the model."""
-    mesh = plan.mesh
-    if mesh is None or not mesh.has_peers:
-        return
-    facts = [f"ns_dtype={plan.ns_dtype}, bucket_bytes={plan.bucket_bytes}, over_replicas={plan.splits_replicas}"]
-    for member in plan.members:
-        block_rows = member.group["block_rows"]
-        facts.append(f"{name_of(member.param)} of shape {tuple(member.param.shape)}, block_rows={block_rows}")
-    details = "\n".join(facts)
-
-    def explain(rank: int, ours: str, theirs: str) -> str:
-        pairs = zip_longest(ours.split("\n"), theirs.split("\n"), fillvalue="nothing")
-        first, second = next((a, b) for a, b in pairs if a != b)
-        return (
-            f"Muon: ranks differ in what they train: rank 0 has {first}, rank {rank} has {second}. Make the optimizer "
-            "with the same parameters, in the same order, on every rank. Nothing was changed"
-        )
-
-    meet(mesh.peers, "planning Muon's matrices", details, lambda _: "", details, explain)
 
 
 def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
