@@ -13,11 +13,12 @@ all-to-all in each direction, or with none if nothing moves. Nothing here knows 
 from __future__ import annotations
 
 import heapq
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -497,8 +498,13 @@ class Plan:
             anywhere = RunLengths([(0, mesh.replicate_world_size)])
             items = [Matrices(item.count, item.rows, item.cols, anywhere, item.cost) for item in planned]
             self.replicas = assign(items, mesh.replicate_world_size)
-        replicas, own = self.replicas, self.replica
-        self.owners = assign(planned, self.num_ranks, lambda i, k: replicas[i][k] == own)
+        self.owners = self.owners_in(self.replica)
+        _living.add(self)
+
+    def owners_in(self, replica: int) -> list[list[int]]:
+        """The owners in a replica, with -1 for what other replicas compute."""
+        planned = [member.shape.planned for member in self.members]
+        return assign(planned, self.num_ranks, lambda i, k: self.replicas[i][k] == replica)
 
     @property
     def mesh(self) -> DataParallelMesh | None:
@@ -576,6 +582,34 @@ class Plan:
                     pieces, room = [], self.bucket_bytes
         if pieces:
             yield pieces
+
+
+_living: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+OwnersByParam = dict[int, list[tuple[tuple[int, ...], int, int]]]
+"""By the id of a parameter, its matrices in order: the ranks that compute them, by their numbers in the default process
+group, with the first number of a matrix and the one after the last."""
+
+
+def owners_by_param() -> OwnersByParam:
+    """The owners of the matrices of all sharded parameters that living optimizers train, as far as they are planned."""
+    found: OwnersByParam = {}
+    for plan in [*_living]:
+        if plan.mesh is None:
+            continue
+        by_replica = plan.mesh.mesh.mesh.reshape(-1, plan.num_ranks).tolist()
+        is_shared = plan.num_replicas > 1
+        owners = [plan.owners_in(replica) for replica in range(plan.num_replicas)]
+        for i, member in enumerate(plan.members):
+            ranks = []
+            for k, replica in enumerate(plan.replicas[i]):
+                computing = [by_replica[replica]] if is_shared else by_replica
+                ranks.append(tuple([row[owners[replica][i][k]] for row in computing]))
+            runs = found[id(member.param)] = []
+            for same, numbers in groupby(range(len(ranks)), key=ranks.__getitem__):
+                first, *others = numbers
+                runs.append((same, first, (others[-1] if others else first) + 1))
+    return found
 
 
 def _overlaps(item: Matrices, chosen: range, start: int, rank: int) -> Iterator[tuple[int, int, int]]:

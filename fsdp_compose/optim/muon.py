@@ -6,6 +6,7 @@ back while the next one is."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -432,13 +433,14 @@ class MuonReport:
 
     Attributes:
         num_matrices: how many matrices there are.
-        owned: for each rank of a shard group, the matrices that it orthogonalizes.
+        owned: for each rank of this rank's shard group, the matrices that it orthogonalizes.
         balance: the most work of any rank, relative to the mean.
         bytes_moved: bytes that all ranks of a shard group together send in a step, there and back.
         num_collectives: all-to-alls of a step.
         temporary_bytes: an estimate of the most memory that this rank needs beside parameters, gradients and momentum.
         largest_share: the largest matrix's share of all work: the balance cannot be better than this times the number
             of ranks.
+        num_workers: the ranks that share the work: those of a shard group, times the replicas with ``over_replicas``.
     """
 
     num_matrices: int
@@ -448,39 +450,49 @@ class MuonReport:
     num_collectives: int
     temporary_bytes: int
     largest_share: float
+    num_workers: int
 
     def __str__(self) -> str:
-        num_ranks = len(self.owned)
-        bound = max(1.0, self.largest_share * num_ranks)
+        bound = max(1.0, self.largest_share * self.num_workers)
         why = "one matrix is that much of the work" if bound > 1.05 else "the work is divisible"
         return (
-            f"Muon: {self.num_matrices} matrices on {num_ranks} rank(s), {min(self.owned)} to {max(self.owned)} each; "
+            f"Muon: {self.num_matrices} matrices on {self.num_workers} rank(s), {min(self.owned)} to "
+            f"{max(self.owned)} each; "
             f"the busiest rank has {self.balance:.2f} times the mean (at least {bound:.2f}: {why}). A step moves "
             f"{self.bytes_moved:,} bytes in {self.num_collectives} all-to-all(s), and takes {self.temporary_bytes:,} "
             "bytes of temporary memory on this rank"
         )
 
 
+def report_of_step(optimizer: Optimizer) -> MuonReport | None:
+    """What an optimizer says of a step; ``None`` unless it is ``Muon``."""
+    return optimizer.describe() if isinstance(optimizer, Muon) else None
+
+
 def _report(plans: Sequence[Plan]) -> MuonReport:
     num_ranks = max([plan.num_ranks for plan in plans], default=1)
-    owned, loads, largest = [0] * num_ranks, [0] * num_ranks, 0
-    moved = collectives = temporary = 0
+    owned, loads, largest = [0] * num_ranks, Counter[tuple[int, int]](), 0
+    matrices = moved = collectives = temporary = 0
+    num_workers = max([plan.num_ranks * plan.num_replicas for plan in plans], default=1)
     for plan in plans:
-        for member, owners in zip(plan.members, plan.owners, strict=True):
-            for owner in owners:
-                if owner >= 0:
-                    owned[owner] += 1
-                    loads[owner] += member.shape.planned.cost
-            largest = max(largest, member.shape.planned.cost)
+        for replica in range(plan.num_replicas):
+            of_replica = plan.owners if replica == plan.replica else plan.owners_in(replica)
+            for member, owners in zip(plan.members, of_replica, strict=True):
+                for owner in owners:
+                    if owner >= 0:
+                        loads[replica, owner] += member.shape.planned.cost
+                        owned[owner] += replica == plan.replica
+        matrices += sum([member.shape.planned.count for member in plan.members])
+        largest = max([largest, *[member.shape.planned.cost for member in plan.members]])
         (_, buckets), size = plan.exchanges_of(b"\1" * len(plan.members)), plan.ns_dtype.itemsize
         moved += sum([2 * bucket.exchange.num_moved * size for bucket in buckets])
         collectives += sum([2 for bucket in buckets if bucket.exchange.num_moved])
         each = [_memory_of(plan, bucket) for bucket in buckets]  # one arrives, one is computed, one returns
         temporary = max([temporary, *[sum(each[i : i + 3]) for i in range(len(each))]])
-    total = sum(loads)
+    total = loads.total()
     return MuonReport(
-        sum(owned), tuple(owned), max(loads) * num_ranks / total if total else 1.0, moved, collectives, temporary,
-        largest / total if total else 0.0,
+        matrices, tuple(owned), max(loads.values()) * num_workers / total if total else 1.0, moved, collectives,
+        temporary, largest / total if total else 0.0, num_workers,
     )  # fmt: skip
 
 
