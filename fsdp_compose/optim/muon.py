@@ -7,7 +7,7 @@ back while the next one is."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -22,59 +22,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
-from .._torch import compute_local_shape_and_global_offset, foreach_add_, foreach_lerp_, foreach_mul_, is_wrapper
+from .._torch import (
+    compute_local_shape_and_global_offset,
+    foreach_add_,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_mul_,
+    is_wrapper,
+)
 from ..comm import Label, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import FlatParamHandle, handle_of, local_of, refuse_unreduced
 from ..ragged import note_write_of_all_ranks
-from .matrices import Bucket, Member, Plan, Stack, cut_dims, name_of, refuse_block_rows, shape_of
+from .matrices import Bucket, Exchange, Member, Plan, Stack, cut_dims, name_of, refuse_block_rows, shape_of
+from .newton_schulz import NS_COEFFICIENTS, SMALL, orthogonalize
 from .step_agreement import WITH, WITHOUT, agree_on_step
 
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _MUON, _ADAMW = "muon", "adamw"
 _ADJUSTMENTS = ("original", "match_rms_adamw")
-# Matrices whose shorter side is in this range are computed together, one product for all: from 256 on that takes longer
-# on the CPU, and below 8 other bits may result.
-_SMALL = range(8, 256)
-
-
-# ---- The mathematics
-
-
-def orthogonalize(matrices: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
-    """Newton-Schulz iterations on each of some matrices, (count, rows, cols), in their dtype. Their memory may be
-    overwritten. A quintic with the coefficients of Keller Jordan's Muon
-    (https://kellerjordan.github.io/posts/muon/); in bfloat16 the bits of ``torch.optim.Muon``."""
-    if len(matrices) > 1 and min(matrices.shape[1:]) not in _SMALL:
-        return torch.stack([_orthogonalize(matrix, coefficients, steps, eps) for matrix in matrices])
-    if len(matrices) == 1:
-        return _orthogonalize(matrices[0], coefficients, steps, eps)[None]
-    a, b, c = coefficients
-    is_tall = matrices.size(1) > matrices.size(2)
-    x = matrices.mT if is_tall else matrices
-    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def _orthogonalize(x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
-    a, b, c = coefficients
-    is_tall = x.size(0) > x.size(1)
-    if is_tall:
-        x = x.mT
-    x.div_(x.norm().clamp(min=eps))  # the spectral norm is at most this one
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
-    if adjust_lr_fn == "match_rms_adamw":
-        return lr * 0.2 * sqrt(max(rows, cols))
-    return lr * sqrt(max(1, rows / cols))
 
 
 # ---- The optimizer
@@ -127,8 +92,9 @@ class Muon(Optimizer):
             parameter groups.
         ns_dtype: dtype of the iterations, and of what travels. In bfloat16, rounding amplifies differences between
             summation orders of gradients.
-        bucket_bytes: bytes of the matrices that travel together. Three buckets may exist at a time:
-            one arrives, one is computed, one returns.
+        bucket_bytes: bytes of the matrices that travel together; at least one matrix does. One bucket arrives, one is
+            computed, one returns: together they take at most four times as much memory, and a few times the largest
+            matrix.
         over_replicas: with hybrid sharding or ``replicate()``, let each replica orthogonalize some of the matrices and
             gather the results, instead of all of them.
 
@@ -307,53 +273,69 @@ class Muon(Optimizer):
         if 1 not in present:
             return
         device, (label, buckets) = plan.device, plan.exchanges_of(present)
-        updates: list[torch.Tensor] = [NOTHING] * len(plan.members)
         transport = NO_TRANSPORT if plan.mesh is None else plan.mesh.transport.among(plan.mesh.shard_group)
-        dtype, leaving = self._ns_dtype, None
+        where = self._ns_dtype, device, transport, label
+        leaving: Callable[[], list[tuple[int, int, torch.Tensor]]] | None = None
 
         def begin(bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
-            self._update(plan, bucket.begun, updates, gradients)
-            coming = bucket.exchange.gather(updates, dtype, device, transport, label)
-            for i in bucket.ended:
-                updates[i] = NOTHING
-            return coming
+            updates = self._update(plan, bucket, gradients)
+            return bucket.exchange.gather(updates, *where, {i: start for i, start, _ in bucket.slices})
 
-        coming = begin(buckets[0])
+        coming: Callable[[], list[torch.Tensor]] | None = begin(buckets[0])
         for number, bucket in enumerate(buckets):
-            stacks = coming()
+            assert coming is not None
+            stacks, coming = coming(), None  # which frees what has arrived, before the next bucket takes memory
             if number + 1 < len(buckets):
                 coming = begin(buckets[number + 1])
-            results = _compute(plan, bucket.exchange.owned, stacks)
+            _compute(plan, bucket.exchange.owned, stacks)
             if leaving is not None:
                 _apply(plan, leaving())
-            leaving = partial(
-                _arrived, plan, bucket, bucket.exchange.scatter(results, dtype, device, transport, label), label
-            )
+                leaving = None
+            is_shared = plan.num_replicas > 1  # then other replicas get what this rank keeps
+            if not is_shared:
+                _apply(plan, bucket.exchange.kept_of(stacks))
+            arrive = bucket.exchange.scatter(stacks, *where, with_kept=is_shared)
+            leaving = partial(_arrived, plan, bucket, arrive, label)
+            del stacks, arrive
         assert leaving is not None
         _apply(plan, leaving())
         note_write_of_all_ranks([member.param for member in plan.members if member.param.grad is not None])
 
-    def _update(self, plan: Plan, indices: Sequence[int], updates: list[torch.Tensor], gradients: _Gradients) -> None:
-        """Update the momentum of some parameters, and fill in this rank's parts of their updates, 1-D, before they are
-        orthogonalized."""
-        by_group: dict[int, list[int]] = {}
-        for i in indices:
-            by_group.setdefault(id(plan.members[i].group), []).append(i)
-        for chosen in by_group.values():
-            group = plan.members[chosen[0]].group
-            grads = [gradients[id(plan.members[i].param)] for i in chosen]
-            buffers = [local_of(self._momentum_of(plan.members[i].param)) for i in chosen]
+    def _update(self, plan: Plan, bucket: Bucket, gradients: _Gradients) -> dict[int, torch.Tensor]:
+        """Update the momentum of a bucket's matrices. Return this rank's parts of their updates before they are
+        orthogonalized, by parameter, 1-D, in ``ns_dtype``."""
+        by_group: dict[int, list[tuple[int, int, int]]] = {}
+        for place in bucket.slices:
+            by_group.setdefault(id(plan.members[place[0]].group), []).append(place)
+        updates, most = {}, plan.most_together
+        for places in by_group.values():
+            group = plan.members[places[0][0]].group
+            grads, buffers = [], []
+            for i, start, numel in places:
+                param = plan.members[i].param
+                buffers.append(self._momentum_of(param).view(-1)[start : start + numel])
+                grads.append(gradients[id(param)].reshape(-1)[start : start + numel])
             foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            for i, grad, buffer in zip(chosen, grads, buffers, strict=True):
-                update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-                updates[i] = update.reshape(-1)
+            for (i, _, _), grad, buffer in zip(places, grads, buffers, strict=True):
+                if not group["nesterov"]:
+                    updates[i] = buffer  # is copied on its way
+                    continue
+                updates[i] = torch.empty_like(buffer, dtype=plan.ns_dtype)
+                # In parts: each takes memory in its own dtype.
+                for update, start, end in zip(*[item.split(most) for item in (updates[i], grad, buffer)], strict=True):
+                    update.copy_(start.lerp(end, group["momentum"]))
+        return updates
 
     def _momentum_of(self, param: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
         state = self.state[param]
         if not state:
             assert param.grad is not None
-            state["momentum_buffer"] = torch.zeros_like(param.grad, memory_format=torch.preserve_format)
-        buffer: torch.Tensor = state["momentum_buffer"]
+            state["momentum_buffer"] = torch.zeros_like(param.grad, memory_format=torch.contiguous_format)
+        buffer = local_of(state["momentum_buffer"])
+        if not buffer.is_contiguous():  # was loaded so
+            state["momentum_buffer"] = state["momentum_buffer"].contiguous()
+            buffer = local_of(state["momentum_buffer"])
         return buffer
 
 
@@ -487,8 +469,7 @@ def _report(plans: Sequence[Plan]) -> MuonReport:
         (_, buckets), size = plan.exchanges_of(b"\1" * len(plan.members)), plan.ns_dtype.itemsize
         moved += sum([2 * bucket.exchange.num_moved * size for bucket in buckets])
         collectives += sum([2 for bucket in buckets if bucket.exchange.num_moved])
-        each = [_memory_of(plan, bucket) for bucket in buckets]  # one arrives, one is computed, one returns
-        temporary = max([temporary, *[sum(each[i : i + 3]) for i in range(len(each))]])
+        temporary = max(temporary, _temporary_bytes(plan, buckets))
     total = loads.total()
     return MuonReport(
         matrices, tuple(owned), max(loads.values()) * num_workers / total if total else 1.0, moved, collectives,
@@ -496,19 +477,47 @@ def _report(plans: Sequence[Plan]) -> MuonReport:
     )  # fmt: skip
 
 
-def _memory_of(plan: Plan, bucket: Bucket) -> int:
-    """Bytes of a bucket while it is computed: what is sent and received, the stacks, their results, what the iterations
-    take for the largest; and its updates."""
-    exchange, size = bucket.exchange, plan.ns_dtype.itemsize
-    numels = [stack.numel for stack in exchange.owned]
-    updates = sum([local_of(plan.members[i].param).nbytes for i in bucket.begun if plan.members[i].group["nesterov"]])
-    return size * (exchange.num_sent + exchange.num_received + 2 * sum(numels) + 3 * max(numels, default=0)) + updates
+def _temporary_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
+    """The most bytes at a time: while a bucket is computed, the next one arrives, and results of the one before it
+    return."""
+    size, most = plan.ns_dtype.itemsize, 0
+    for number, bucket in enumerate(buckets):
+        exchange, stacks = bucket.exchange, sum([stack.numel for stack in bucket.exchange.owned])
+        moving = exchange.num_sent + exchange.num_received
+        # What the iterations take for one matrix, or for several small ones: its copy and result, products, workspace.
+        largest = max([_taken_together(plan, stack) for stack in exchange.owned], default=0)
+        before, after = buckets[number - 1] if number else None, [*buckets[number + 1 : number + 2]]
+        returning = 0 if before is None else before.exchange.num_sent + before.exchange.num_received
+        coming = sum([item.exchange.num_sent + item.exchange.num_received + _stacked(item.exchange) for item in after])
+        updates = sum([numel for item in after for _, _, numel in item.slices])
+        most = max(most, stacks + coming + max(returning + max(updates, 5 * largest), moving))
+    first = buckets[0] if buckets else None
+    if first is not None:
+        exchange, updates = first.exchange, sum([numel for _, _, numel in first.slices])
+        most = max(most, updates + exchange.num_sent + exchange.num_received + _stacked(exchange))
+    return size * most
+
+
+def _stacked(exchange: Exchange) -> int:
+    return sum([stack.numel for stack in exchange.owned])
+
+
+def _taken_together(plan: Plan, stack: Stack) -> int:
+    numel = stack.rows * stack.cols
+    if min(stack.rows, stack.cols) not in SMALL:
+        return numel
+    return numel * max(1, min(stack.count, plan.most_together // numel))
 
 
 # ---- Checks, and the steps of one plan
 
 
-NOTHING = torch.empty(0)
+def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
+    if adjust_lr_fn == "match_rms_adamw":
+        return lr * 0.2 * sqrt(max(rows, cols))
+    return lr * sqrt(max(1, rows / cols))
+
+
 NO_TRANSPORT: Any = None  # of parameters that every rank has whole: nothing moves
 
 
@@ -552,27 +561,35 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Orthogonalize the stacks that this rank owns."""
-    results: list[torch.Tensor] = [NOTHING] * len(stacks)
-    alike: dict[Any, list[int]] = {}
-    for n, (stack, content) in enumerate(zip(owned, stacks, strict=True)):
+def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor]) -> None:
+    """Orthogonalize the stacks that this rank owns, in place."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for stack, content in zip(owned, stacks, strict=True):
         group, shape = plan.members[stack.param].group, plan.members[stack.param].shape
         how = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
         if shape.spec is not None:
-            results[n] = _compute_cut(plan.members[stack.param], content, how)
+            content.copy_(_compute_cut(plan.members[stack.param], content, how))
         else:
-            alike.setdefault((content.shape[1:], how), []).append(n)
-    for ((rows, cols), how), numbers in alike.items():
-        if min(rows, cols) not in _SMALL:
-            for n in numbers:
-                results[n] = orthogonalize(stacks[n], *how)
-            continue
-        together = stacks[numbers[0]] if len(numbers) == 1 else torch.cat([stacks[n] for n in numbers])
-        done = orthogonalize(together, *how).split([stacks[n].size(0) for n in numbers])
-        for n, result in zip(numbers, done, strict=True):
-            results[n] = result
-    return results
+            alike.setdefault((content.shape[1:], how), []).append(content)
+    for ((rows, cols), how), contents in alike.items():
+        most = max(1, plan.most_together // (rows * cols)) if min(rows, cols) in SMALL else 1
+        chunks = [chunk for content in contents for chunk in content.split(most)]
+        for together in _packed(chunks, most):
+            given = together[0] if len(together) == 1 else torch.cat(together)
+            done = orthogonalize(given, *how)
+            foreach_copy_(together, [*done.split([chunk.size(0) for chunk in together])])
+
+
+def _packed(chunks: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Neighbours that have at most so many matrices together."""
+    packed: list[torch.Tensor] = []
+    for chunk in chunks:
+        if packed and sum([item.size(0) for item in packed]) + chunk.size(0) > most:
+            yield packed
+            packed = []
+        packed.append(chunk)
+    if packed:
+        yield packed
 
 
 def _compute_cut(member: Member, content: torch.Tensor, how: Any) -> torch.Tensor:
@@ -626,12 +643,17 @@ def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
             continue
         member = plan.members[i]
         local, group = local_of(member.param), member.group
-        whole = local.numel() == part.numel()  # it may have any strides
-        target = local if whole else local.view(-1)[start : start + part.numel()]
+        if local.is_contiguous():
+            target = local.view(-1)[start : start + part.numel()]
+        else:
+            target, part = local, part.view(local.shape)
         rate = _adjusted(float(group["lr"]), group["adjust_lr_fn"], member.shape.rows, member.shape.cols)
         targets, updates = alike.setdefault((id(group), rate, local.dtype), ([], []))
-        targets.append(target)
-        updates.append(part.view(local.shape).to(local.device) if whole else part.to(local.device))
+        part = part.to(local.device)
+        # On the CPU torch (2.13) converts all of a tensor before it adds it to one of another dtype.
+        most = plan.most_together if part.dtype != local.dtype and target.dim() == 1 else part.numel()
+        targets += target.split(most)
+        updates += part.split(most)
     groups = {id(member.group): member.group for member in plan.members}
     for (number, rate, _), (targets, updates) in alike.items():
         decay = 1 - float(groups[number]["lr"]) * groups[number]["weight_decay"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -175,3 +175,44 @@ def test_replicas_that_share_the_work_are_all_counted():
         dist.all_reduce(num_own)  # of each shard group, as often as it has ranks
         assert int(num_own) == 9 * len(shared.owned)
         assert 1.0 <= shared.balance <= max(1.10, 4.01 * shared.largest_share), shared
+
+
+# ---- Temporary memory
+
+
+def peak_within(step: Callable[[], object]) -> int:
+    """The most bytes that the CPU's allocator has handed out while ``step`` runs, beyond those at its beginning."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with torch.profiler.record_function("the step"):
+            step()
+    events = profile.profiler.kineto_results.events()
+    span = next(event for event in events if event.name() == "the step")
+    begin, end = span.start_ns(), span.start_ns() + span.duration_ns()
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    level = highest = 0
+    for time, _, nbytes in changes:
+        if begin <= time <= end:
+            level += nbytes
+            highest = max(highest, level)
+    return highest
+
+
+SIZES = [[(256, 256)] * 24, [(16, 192, 128)] * 4, [(384, 512), *[(64, 64)] * 60]]
+
+
+@pytest.mark.parametrize("shapes", SIZES, ids=["equal", "stacks", "one large"])
+@distributed(world_size=(1, 2, 4))
+def test_temporary_memory_is_at_most_four_buckets_and_the_largest_matrix(shapes):
+    for dtype in (torch.bfloat16, torch.float32):
+        bucket = 4 * 256 * 256 * dtype.itemsize
+        model = fully_shard(Parameters(shapes))
+        params = [*model.items]
+        optimizer = Muon(params, bucket_bytes=bucket, ns_dtype=dtype)
+        give_gradients(params, 0)
+        optimizer.step()
+        peak, told = peak_within(optimizer.step), optimizer.describe().temporary_bytes
+        largest = max(shape[-2] * shape[-1] for shape in shapes) * dtype.itemsize
+        print(f"{shapes[0]}, {dtype}: {peak / bucket:.2f} buckets, {told / bucket:.2f} told, {largest / bucket:.2f}")
+        assert peak <= 4 * bucket + largest
+        assert 0.9 * peak - largest <= told <= peak + 2 * largest
