@@ -32,7 +32,7 @@ from .._torch import (
 )
 from ..comm import Label, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
-from ..flat import FlatParamHandle, handle_of, local_of, refuse_unreduced
+from ..flat import FlatParamHandle, handle_of, handle_of_segment, local_of, refuse_unreduced
 from ..ragged import note_write_of_all_ranks
 from .matrices import Bucket, Exchange, Member, Plan, Stack, cut_dims, name_of, refuse_block_rows, shape_of
 from .newton_schulz import NS_COEFFICIENTS, SMALL, orthogonalize
@@ -55,12 +55,14 @@ class _Known:
     Attributes:
         key: what it depends on.
         plans: for the matrices of each shard group.
+        shared: the parameters that ranks train together, with their groups: sharded ones, and flat views.
         handles: of each mesh, a flat parameter.
         digest: of what this rank trains. Made at the first step, since parameters get other names at a first forward.
     """
 
     key: object
     plans: list[Plan]
+    shared: list[tuple[torch.Tensor, dict[str, Any]]]
     handles: list[FlatParamHandle]
     digest: bytes = b""
 
@@ -83,7 +85,8 @@ class Muon(Optimizer):
     Ranks: all ranks of the model step together, with gradients for the same parameters.
 
     Args:
-        params: parameters or parameter groups: sharded ones, also with tensor parallelism, and plain ones.
+        params: parameters or parameter groups: sharded ones, also with tensor parallelism, and plain ones. Groups for
+            AdamW may have flat views (``flat_parameters``).
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as of ``torch.optim.Muon``;
             may differ between parameter groups. The rows and columns by which ``adjust_lr_fn`` adjusts are those of the
             whole matrix, or of a block.
@@ -130,7 +133,7 @@ class Muon(Optimizer):
                 "number of bytes above 0"
             )
         self._ns_dtype, self._bucket_bytes, self._over_replicas = ns_dtype, bucket_bytes, over_replicas
-        self._known = _Known((), [], [])
+        self._known = _Known((), [], [], [])
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
@@ -203,7 +206,7 @@ class Muon(Optimizer):
         peers = known.peers()
         if peers:
             known.digest = known.digest or blake2b("\n".join(self._lines()).encode()).digest()
-            present = bytes([param.grad is not None for param in params])
+            present = bytes([param.grad is not None for param, _ in known.shared])
             agree_on_step("Muon.step()", peers, known.digest + present, partial(self._lines, True), error)
         elif error is not None:
             raise error
@@ -212,11 +215,13 @@ class Muon(Optimizer):
     def _lines(self, with_gradients: bool = False) -> list[str]:
         """What this rank trains, in words."""
         lines = [f"ns_dtype={self._ns_dtype}, bucket_bytes={self._bucket_bytes}, over_replicas={self._over_replicas}"]
-        for group in self.param_groups:
+        for param, group in self._known.shared:
+            what, view = f"{name_of(param)} of shape {tuple(param.shape)}", handle_of_segment(param)
+            if view is not None:  # that may have another shape on each rank
+                what = f"a flat view in the group of {view.name_of(0)}"
             how = f"algorithm={group['algorithm']!r}, block_rows={group['block_rows']}"
-            for param in group["params"]:
-                has = f", {WITHOUT if param.grad is None else WITH}" if with_gradients else ""
-                lines.append(f"{name_of(param)} of shape {tuple(param.shape)}, {how}{has}")
+            has = f", {WITHOUT if param.grad is None else WITH}" if with_gradients else ""
+            lines.append(f"{what}, {how}{has}")
         return lines
 
     # ---- AdamW, element by element
@@ -252,12 +257,14 @@ class Muon(Optimizer):
     def _planned(self, key: object) -> _Known:
         members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
         handles: dict[int, FlatParamHandle] = {}
+        shared: list[tuple[torch.Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             for param in group["params"]:
                 place = handle_of(param)
-                handle = None if place is None else place[0]
+                handle = handle_of_segment(param) if place is None else place[0]
                 if handle is not None:
                     handles.setdefault(id(handle.mesh), handle)
+                    shared.append((param, group))
                 if group["algorithm"] == _MUON:
                     where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
                     shape = shape_of(param, name_of(param), group["block_rows"])
@@ -266,7 +273,7 @@ class Muon(Optimizer):
             Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
             for handle, found in members.values()
         ]
-        return _Known(key, plans, [*handles.values()])
+        return _Known(key, plans, shared, [*handles.values()])
 
     def _step_muon(self, plan: Plan, gradients: _Gradients) -> None:
         present = bytes([member.param.grad is not None for member in plan.members])

@@ -136,6 +136,19 @@ def test_options_that_differ(option):
     assert_unchanged(params, optimizer, before)
 
 
+@distributed(world_size=2)
+def test_plain_parameters_are_each_ranks_own():
+    """Experts of a rank that no group shards: with other shapes, and with gradients where they got tokens."""
+    rank = dist.get_rank()
+    model = fully_shard(Parameters(SHAPES))
+    own = nn.Parameter(torch.ones(4 + rank, 3))
+    optimizer = Muon([{"params": [*list(model.items)[:4], own]}])
+    give_gradients([*model.items], 0)
+    own.grad = torch.ones_like(own) if rank else None
+    optimizer.step()
+    assert bool((own != 1).all()) == (rank == 1)
+
+
 @distributed(world_size=(2, 4))
 def test_a_step_costs_one_small_exchange():
     _, optimizer = made()
