@@ -3,7 +3,10 @@
 Next to ours: FSDP2 with ``full_tensor()`` of each update, orthogonalized on every rank, as users write it; ``torch``'s
 Muon on FSDP2's parameters and on ours; and owners with an all-to-all of FSDP2's even shards, written from what
 torchtitan says of its DistMuon (with our planning and our collectives, so that only the layout differs). All step in
-turn, in another random order each round, with the same gradients; medians of ratios of single rounds.
+turn, in another random order each round, with the same gradients; medians of ratios of single rounds. Then ours where
+no matrix is cut (granularity "whole"), to which exchanging compares. On an even number of processes from four on also
+hybrid sharding in two replicas, that do the same work twice, or share it (``over_replicas``). ``peak MiB`` is the most
+that the first rank's allocator gives out during a step.
 
     python benchmarks/muon.py                            # 2 processes
     python benchmarks/muon.py --processes 4
@@ -30,21 +33,25 @@ import report
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from memory import MIB, AllocatedBytes
 from models import Llama
 from processes import run_on_ranks, time_in_turn
 from report import column
 from systems import FSDP2, OURS, wrap
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_compose import fully_shard
 from fsdp_compose.comm import Label, transport_of
 from fsdp_compose.optim import Muon
 from fsdp_compose.optim.matrices import Exchange, assign, matrices_of, stacks_of
-from fsdp_compose.optim.muon import NS_COEFFICIENTS, orthogonalize
+from fsdp_compose.optim.newton_schulz import NS_COEFFICIENTS, orthogonalize
 from fsdp_compose.ragged import RunLengths
 
 FULL_TENSOR, ALL_TO_ALL = f"{FSDP2} + full_tensor()", f"{FSDP2} + all-to-all"
 TORCH_ON_FSDP2, TORCH_ON_OURS = f"{FSDP2}, torch's Muon", f"{OURS}, torch's Muon"
+WHOLE, TWICE, SHARED = f"{OURS}, whole matrices", f"{OURS}, 2 replicas", f"{OURS}, over_replicas"
 SIZES = {"tiny": (64, 16), "small": (256, 6), "medium": (512, 3)}  # width, blocks
 LR, MOMENTUM, DECAY = 0.02, 0.95, 0.1
 
@@ -59,6 +66,9 @@ class Row:
     wall_ratio: float = column("to full_tensor()", ".3f")
     sent_mb: float = column("sent MB", ".2f")
     sent_ratio: float = column("to full_tensor()", ".3f")
+    sent_to_all_to_all: float = column("to all-to-all", ".3f")
+    collectives: int = column("collectives")
+    peak_mib: float = column("peak MiB", ".2f")
 
 
 class _Written(torch.optim.Optimizer):
@@ -126,16 +136,17 @@ class AllToAll(_Written):
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what this rank sends."""
+    """Counts what this rank sends, and the calls for it: of messages each other rank is one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num = 0
+        self.num = self.calls = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented
         name, others = function._schema.name, dist.get_world_size() - 1
+        self.calls += "::" in name and name.split("::")[0] in ("c10d", "_c10d_functional") and not name.endswith(_WAITS)
         if name == "c10d::send":
             self.num += args[0][0].nbytes
         elif name == "_c10d_functional::all_gather_into_tensor":
@@ -145,15 +156,29 @@ class SentBytes(TorchDispatchMode):
         elif name.startswith(("c10d::allreduce", "_c10d_functional::all_reduce")):
             tensor = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
             self.num += 2 * tensor.nbytes * others // (others + 1)
-        elif name.startswith(("_c10d_functional::", "c10d::")) and not name.endswith(
-            ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
-        ):
+        elif name.startswith(("_c10d_functional::", "c10d::")) and not name.endswith(_WAITS):
             raise NotImplementedError(f"{name} is not counted")
         return function(*args, **(kwargs or {}))
 
 
-def _made(base: Llama, library: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Any:
-    model = wrap(copy.deepcopy(base), library)
+_WAITS = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier")
+
+
+def _ours(model: nn.Module, replicas: int = 1, is_whole: bool = False) -> nn.Module:
+    """Put a model under ours, in two replicas or with whole matrices on each rank."""
+    mesh = None if replicas == 1 else init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
+    granularity = (lambda _name, _param: "whole") if is_whole else None
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, granularity=granularity)
+    return fully_shard(model, mesh=mesh)
+
+
+def _made(
+    base: Llama,
+    shard: Callable[[nn.Module], nn.Module],
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> Any:
+    model = shard(copy.deepcopy(base))
     params = [param for name, param in model.named_parameters() if name.startswith("blocks") and param.dim() == 2]
     return model, make(params)
 
@@ -165,27 +190,34 @@ def _measure(size: str, rounds: int) -> list[Row]:
     torch.manual_seed(1 + dist.get_rank())
     tokens = torch.randint(512, (2, 32))
     per_block = sum(param.dim() == 2 for param in base.blocks[0].parameters())
-    makes: dict[str, tuple[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
-        FULL_TENSOR: (FSDP2, FullTensor),
-        TORCH_ON_FSDP2: (FSDP2, partial(torch.optim.Muon, lr=LR)),
-        ALL_TO_ALL: (FSDP2, partial(AllToAll, per_bucket=per_block)),
-        TORCH_ON_OURS: (OURS, partial(torch.optim.Muon, lr=LR)),
-        OURS: (OURS, partial(Muon, lr=LR)),
+    fsdp2, ours, twice = partial(wrap, system=FSDP2), partial(wrap, system=OURS), partial(_ours, replicas=2)
+    makes: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
+        FULL_TENSOR: (fsdp2, FullTensor),
+        TORCH_ON_FSDP2: (fsdp2, partial(torch.optim.Muon, lr=LR)),
+        ALL_TO_ALL: (fsdp2, partial(AllToAll, per_bucket=per_block)),
+        TORCH_ON_OURS: (ours, partial(torch.optim.Muon, lr=LR)),
+        OURS: (ours, partial(Muon, lr=LR)),
+        WHOLE: (partial(_ours, is_whole=True), partial(Muon, lr=LR)),
     }
-    steps, sent = {}, {}
-    for name, (library, make) in makes.items():
-        model, optimizer = _made(base, library, make)
+    if dist.get_world_size() % 2 == 0 and dist.get_world_size() > 2:
+        makes |= {TWICE: (twice, partial(Muon, lr=LR)), SHARED: (twice, partial(Muon, lr=LR, over_replicas=True))}
+    steps, counts = {}, {}
+    for name, (shard, make) in makes.items():
+        model, optimizer = _made(base, shard, make)
         model(tokens).float().square().mean().backward()
         optimizer.step()
         with SentBytes() as counted:
             optimizer.step()
         total = torch.tensor(counted.num)
         dist.all_reduce(total)
-        steps[name], sent[name] = partial(_step, optimizer), int(total)
+        with AllocatedBytes() as allocated, allocated.section("step"):
+            optimizer.step()
+        steps[name] = partial(_step, optimizer)
+        counts[name] = int(total), counted.calls, allocated.peak["step"] / MIB
     slowest = time_in_turn(steps, rounds)
     numel = sum(param.numel() for param in base.blocks.parameters() if param.dim() == 2)
     title = f"{num_blocks * per_block} of {numel / 1e6:.1f} M"
-    return [_row(title, name, slowest, sent) for name in makes]
+    return [_row(title, name, slowest, counts) for name in makes]
 
 
 def _step(optimizer: torch.optim.Optimizer) -> tuple[float]:
@@ -196,11 +228,15 @@ def _step(optimizer: torch.optim.Optimizer) -> tuple[float]:
     return (float(seconds),)
 
 
-def _row(title: str, name: str, slowest: dict[str, list[list[float]]], sent: dict[str, int]) -> Row:
+def _row(
+    title: str, name: str, slowest: dict[str, list[list[float]]], counts: dict[str, tuple[int, int, float]]
+) -> Row:
     pairs = list(zip(slowest[name], slowest[FULL_TENSOR], strict=True))
     wall, cpu = (median([run[i] for run in slowest[name]]) for i in (0, 1))
     wall_ratio, cpu_ratio = (median([run[i] / other[i] for run, other in pairs]) for i in (0, 1))
-    return Row(title, name, cpu, cpu_ratio, wall, wall_ratio, sent[name] / 1e6, sent[name] / sent[FULL_TENSOR])
+    sent, calls, peak = counts[name]
+    ratios = [sent / counts[other][0] for other in (FULL_TENSOR, ALL_TO_ALL)]
+    return Row(title, name, cpu, cpu_ratio, wall, wall_ratio, sent / 1e6, *ratios, calls, peak)
 
 
 def _worker(sizes: Sequence[str], rounds: int, path: Path) -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch import nn
 
-from .api import MakeOptimizer, plan
+from .api import plan
 from .flat import MixedPrecisionPolicy
 from .inspect import check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
+from .optim import Muon, muon_groups
 
 # ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` as options, with progress and errors on stderr.
 
@@ -44,7 +46,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reduce-dtype", metavar="fp32", help="dtype of gradient reductions")
     parser.add_argument("--batch", type=int, help="sequences per rank, if the factory returns no loss function")
     parser.add_argument("--seq", type=int, help="tokens per sequence")
-    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim, or none (default: AdamW)")
+    parser.add_argument(
+        "--optimizer", default="AdamW", help="a class of torch.optim, muon (ours), or none (default: AdamW)"
+    )
     parser.add_argument(
         "--loop", action="store_true", help="step the parameters one by one, as optimizers do by default on the CPU"
     )
@@ -100,20 +104,26 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
         "strategy": args.strategy,
         "batch": args.batch,
         "seq": args.seq,
-        "optimizer": _optimizer_of(args.optimizer, not args.loop),
+        **_optimizer_of(args.optimizer, not args.loop),
     }
 
 
-def _optimizer_of(name: str, foreach: bool) -> MakeOptimizer | None:
+def _optimizer_of(name: str, foreach: bool) -> dict[str, Any]:
+    """Return the optimizer as arguments of ``plan()``."""
     if name.lower() == "none":
-        return None
+        return {"optimizer": None}
+    if name.lower() == "muon":  # torch's takes matrices alone
+        return {"optimizer_of": muon}
     classes = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
     found: Any = classes.get(name.lower())
     if found is None or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
-        raise ValueError(f"--optimizer {name}: expected none, or a class of torch.optim: AdamW, SGD, Adafactor, ...")
+        raise ValueError(f"--optimizer {name}: expected none, muon, or a class of torch.optim: AdamW, SGD, ...")
     has_foreach = "foreach" in inspect.signature(found).parameters
-    made: MakeOptimizer = partial(found, **{"foreach": foreach}) if has_foreach else found
-    return made
+    return {"optimizer": partial(found, **{"foreach": foreach}) if has_foreach else found}
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return Muon(muon_groups(model))
 
 
 def _settings_of(texts: list[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -401,6 +401,18 @@ class _Clocked(Transport):
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         run = lambda: self._inner.all_reduce(tensor, is_average, label)  # noqa: E731
         return self._clocks.collective(self.group, f"all-reduce of {label}", tensor, tensor, run)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        num_moved: int,
+        label: Label,
+    ) -> Work:
+        run = lambda: self._inner.all_to_all(received, sent, received_sizes, sent_sizes, num_moved, label)  # noqa: E731
+        return self._clocks.collective(self.group, f"all-to-all of {label}", sent, received, run)
 
     def gather(
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Any, is_everywhere: bool, label: Label

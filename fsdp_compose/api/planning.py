@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import MixedPrecisionPolicy
 from ..group import states_to_run
-from ..inspect import LossOf, MakeOptimizer, Plan, advise, mesh_shape_of, simulate
+from ..inspect import LossOf, MakeOptimizer, OptimizerOf, Plan, advise, mesh_shape_of, simulate
 from .shard import fully_shard
 
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, foreach=True)
@@ -33,6 +33,7 @@ def plan(
     batch: int | None = None,
     seq: int | None = None,
     optimizer: MakeOptimizer | None = ADAMW,
+    optimizer_of: OptimizerOf | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Plan:
     """Estimate what a training step needs on one rank of many: memory by kind, collectives and padding, with advice.
@@ -59,6 +60,8 @@ def plan(
         optimizer: makes the optimizer from a list of parameters; ``None``: no optimizer. Default: AdamW with
             ``foreach=True``, its default on accelerators, which updates all parameters at once and needs more memory
             than the CPU's loop.
+        optimizer_of: makes the optimizer from the model, where a list of parameters does not say enough:
+            ``lambda model: Muon(muon_groups(model))``. Replaces ``optimizer``.
         note: called with a line of text about the progress.
 
     Returns:
@@ -82,18 +85,26 @@ def plan(
     shapes = [mesh_shape_of(mesh, size) for size in sizes]  # refused before anything is built
     options = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "strategy": strategy}
     given = {name: value for name, value in options.items() if value is not None}
+    make = optimizer_of
+    if make is None and optimizer is not None:
+        make = partial(_of_parameters, optimizer)
     worlds = []
     for size, shape in zip(sizes, shapes, strict=True):
         build = partial(_build, factory, shape if mesh is not None else None, wrap, given, batch, seq)
-        worlds.append(advise(simulate(build, optimizer, size, note or (lambda _: None))))
-    return Plan(_name_of(optimizer), "" if batch is None else f"{batch} x {seq} tokens", (*worlds,))
+        worlds.append(advise(simulate(build, make, size, note or (lambda _: None))))
+    return Plan(_name_of(optimizer_of or optimizer), "" if batch is None else f"{batch} x {seq} tokens", (*worlds,))
 
 
-def _name_of(optimizer: MakeOptimizer | None) -> str:
+def _of_parameters(make_optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    return make_optimizer([param for param in model.parameters() if param.requires_grad])
+
+
+def _name_of(optimizer: MakeOptimizer | OptimizerOf | None) -> str:
     if optimizer is None:
         return "no optimizer"
     made_by = optimizer.func if isinstance(optimizer, partial) else optimizer
-    return getattr(made_by, "__name__", "an optimizer")
+    name = getattr(made_by, "__name__", "")
+    return name if name.isidentifier() else "an optimizer"
 
 
 def _build(

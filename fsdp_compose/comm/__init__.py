@@ -46,6 +46,7 @@ from .store import meet as meet
 from .store import note as note
 from .transport import ALL_GATHER as ALL_GATHER
 from .transport import ALL_REDUCE as ALL_REDUCE
+from .transport import ALL_TO_ALL as ALL_TO_ALL
 from .transport import GATHER as GATHER
 from .transport import IN_GROUP as IN_GROUP
 from .transport import REDUCE_SCATTER as REDUCE_SCATTER

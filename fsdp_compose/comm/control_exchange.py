@@ -4,7 +4,8 @@ The runtime starts it at the end of each backward. It takes the maximum over all
 the same length for every model. The buffer travels in messages between partners (recursive doubling, below) or through
 memory that the ranks share::
 
-    | hash of the order | its complement | hash of used | its complement | steps | complement | late | round | padding |
+    | hash of the order | its complement | hash of used | its complement | steps | complement | late | kind | its
+    complement | padding |
 
 The maxima of a hash and of its complement add up to all ones only if all ranks have the same hash. Equal hashes of the
 order mean that every rank issued the same collectives in the same order. If ranks run different models, their exchanges
@@ -12,8 +13,9 @@ still meet, and differ. ``steps`` counts optimizer steps since the last exchange
 rank received gradients after they had been reduced. ``used`` has one byte per parameter. With it, ranks agree which
 parameters have a gradient, so ``None`` is the same everywhere.
 
-``round`` is 1 in exchanges that ranks make elsewhere (``runtime/skip_protocol``), so they cannot be mistaken for the
-end of a backward. Marks then follow the head, and all exchanges of the process group have that length.
+``kind`` tells exchanges that ranks make elsewhere from that at the end of a backward or forward: rounds about optional
+groups (``runtime/skip_protocol``; marks then follow the head, and all exchanges of the process group have that length),
+and the start of an optimizer's step (``optim/step_agreement``).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from .failure import carries, close_connections, connects, give_up, limit_of
 from .gloo import MemoryOfRanks, Pending, look_after_pending
 from .journal import Journal, difference_of, known_journal
 from .store import known_namespace, own_store, wait_for
-from .transport import BACKWARD, FORWARD, ROUND, Work
+from .transport import BACKWARD, FORWARD, ROUND, STEP, Work
 
 # ---- The elementwise maximum of a few bytes over all ranks, by messages between partners: recursive doubling.
 #
@@ -167,10 +169,11 @@ class Flight:
 # ---- The exchange
 
 
-_HEAD = struct.Struct("<QQQQBBBB4x")
+_HEAD = struct.Struct("<QQQQBBBBB3x")
 _ALL_ONES = (1 << 64) - 1
 _PER_BYTE = 0x9E3779B97F4A7C15  # mixes the number of bytes into the hash
-_KINDS = {"backward": BACKWARD, "forward": FORWARD, ROUND: ROUND}  # by what an exchange is at the end of
+_IS_END, _IS_ROUND, _IS_STEP = range(3)  # kinds
+_KINDS = {"backward": BACKWARD, "forward": FORWARD, ROUND: ROUND, STEP: STEP}  # by what an exchange is at the end of
 _GRACE = timedelta(seconds=2)  # in which partners report whom they waited for, once an exchange has failed
 
 
@@ -253,12 +256,23 @@ class Carrier:
         """Replace ``marks`` by the maximum over all ranks. Return whether all ranks that give a digest give the same
         one, and none is at another exchange instead."""
         known = (0, 0) if digest is None else (digest & _ALL_ONES, _ALL_ONES - (digest & _ALL_ONES))
-        self.send(_HEAD.pack(*known, 0, 0, 0, 0, 0, 1) + marks, b"", ROUND)
+        self.send(_HEAD.pack(*known, 0, 0, 0, 0, 0, _IS_ROUND, 255 - _IS_ROUND) + marks, b"", ROUND)
         self.abandon()
         marks[:] = self._head[_HEAD.size : _HEAD.size + len(marks)]
-        order, complement, used, *_ = _HEAD.unpack_from(self._head)
-        # A round sends no hash in ``used``. If there is one, a rank is at the end of a backward or forward instead.
-        return used == 0 and order + complement in (0, _ALL_ONES)
+        order, complement = _HEAD.unpack_from(self._head)[:2]
+        return _are_of_one_kind(self._head) and order + complement in (0, _ALL_ONES)
+
+    def begin_step(self, digest: int) -> tuple[bool, bool]:
+        """Ranks: all, at the start of an optimizer's step.
+
+        Returns:
+            Whether all ranks are there, and whether they also give the same digest (of 64 bits).
+        """
+        self.send(_HEAD.pack(digest, _ALL_ONES - digest, 0, 0, 0, 0, 0, _IS_STEP, 255 - _IS_STEP), b"", STEP)
+        self.abandon()
+        order, complement = _HEAD.unpack_from(self._head)[:2]
+        are_all_here = _are_of_one_kind(self._head)
+        return are_all_here, are_all_here and order + complement == _ALL_ONES
 
     def send(self, head: bytes, whole: bytes | bytearray, end_of: str) -> None:
         """Start an exchange. ``whole``: the bytes to exchange if the heads turn out to differ."""
@@ -310,8 +324,8 @@ class Carrier:
         except RuntimeError as error:
             group = self._group()
             what, died = f"control exchange at the end of {self._end_of}", f"did not run this {self._end_of}"
-            if self._end_of == ROUND:
-                what, died = ROUND, "did not reach it"
+            if self._end_of in (ROUND, STEP):
+                what, died = self._end_of, "did not reach it"
             difference = "" if group is None else difference_of(group)
             if difference:
                 failure: RuntimeError = RanksDifferError(f"the {what} failed: {difference}")
@@ -376,7 +390,8 @@ class ControlExchange:
         # Zeros: a rank that has nothing to train agrees with any number of steps.
         step, complement = (0, 0) if steps is None else (steps, 255 - steps)
         is_late = any(self.late)
-        head = _HEAD.pack(order, _ALL_ONES - order, used, _ALL_ONES - used, step, complement, is_late, 0)
+        kinds = _IS_END, 255 - _IS_END
+        head = _HEAD.pack(order, _ALL_ONES - order, used, _ALL_ONES - used, step, complement, is_late, *kinds)
         self._carrier.send(head, self._buffer, self._end_of)
 
     def wait(self) -> bool:
@@ -391,11 +406,11 @@ class ControlExchange:
         """
         if self._carrier is None:
             return True
-        order, complement, _, _, step, other, _, is_round = _HEAD.unpack_from(self._carrier.receive(self._view))
+        head = self._carrier.receive(self._view)
+        order, complement, _, _, step, other, *_ = _HEAD.unpack_from(head)
         self.steps_agree = step + other <= 255
         # Without this check, different collectives of equal size would have paired silently.
-        is_same: bool = order + complement == _ALL_ONES and not is_round
-        return is_same
+        return _are_of_one_kind(head) and order + complement == _ALL_ONES
 
     def abandon(self) -> None:
         """Wait for an exchange that an exception left in flight and forget it."""
@@ -405,7 +420,14 @@ class ControlExchange:
 
 def _asks_for_all(head: bytearray) -> bool:
     """Whether the maximum over all ranks says that all bytes must be exchanged; all ranks have equally many."""
-    order, complement, used, other, _, _, is_late, is_round = _HEAD.unpack_from(head)
+    order, complement, used, other, _, _, is_late, *_ = _HEAD.unpack_from(head)
     # Usually all ranks have the same bytes, and the hash is enough. All ranks see the same maxima, so they agree here.
-    is_same_order: bool = order + complement == _ALL_ONES and not is_round
+    is_same_order = order + complement == _ALL_ONES and _are_of_one_kind(head)
     return is_same_order and (bool(is_late) or used + other != _ALL_ONES)
+
+
+def _are_of_one_kind(head: bytearray) -> bool:
+    """Whether all ranks made the same kind of exchange."""
+    kind, complement = _HEAD.unpack_from(head)[7:]
+    is_one: bool = kind + complement == 255
+    return is_one

@@ -22,7 +22,8 @@ from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, g
 
 
 (
-    ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND, ALL_TO_ALL
+    ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND, ALL_TO_ALL,
+    STEP,
 ) = KINDS = (
     "all-gather",
     "reduce-scatter",
@@ -34,6 +35,7 @@ from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, g
     "introduction before the first long sum",
     "round about optional groups",
     "all-to-all",
+    "start of an optimizer's step",
 )  # fmt: skip
 GATHER = "gather"  # of unequal parts, or to one rank: several of these collectives, or calls of torch.distributed
 

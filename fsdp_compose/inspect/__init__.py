@@ -22,6 +22,7 @@ from .plan_report import mesh_shape_of as mesh_shape_of
 from .plan_report import world_sizes_of as world_sizes_of
 from .simulated_step import LossOf as LossOf
 from .simulated_step import MakeOptimizer as MakeOptimizer
+from .simulated_step import OptimizerOf as OptimizerOf
 from .simulated_step import simulate as simulate
 from .trace import Trace as Trace
 from .trace import record_collectives as record_collectives

@@ -10,6 +10,7 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ import torch.nn as nn
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatLayout, FlatParamHandle
 from ..group import GroupOptions, _FSDPState, sharded_parameters, states_to_run
+from ..optim import OwnersByParam, owners_by_param
 from .describe_formats import (
+    Computed,
     FlatParameterFacts,
     GroupFacts,
     ModelFacts,
@@ -89,12 +92,13 @@ def collect(model: nn.Module) -> ModelFacts:
             if param is not None:
                 names.setdefault(id(param), []).append(f"{prefix}.{name}" if prefix else name)
                 params[id(param)] = param
+    owners = owners_by_param()
     managed = {id(param) for state in states for handle in state._handles for param in handle.sharded_params}
     return ModelFacts(
         name=type(model).__name__,
         rank=dist.get_rank() if dist.is_initialized() else 0,
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
-        groups=tuple(_group(state, names, module_names) for state in states),
+        groups=tuple(_group(state, names, module_names, owners) for state in states),
         others=tuple(_other(names[key][0], param) for key, param in params.items() if key not in managed),
     )
 
@@ -113,7 +117,9 @@ def _other(fqn: str, param: nn.Parameter) -> OtherParameter:
     return OtherParameter(fqn, tuple(param.shape), param.numel(), _dtype(param.dtype), param.requires_grad, nbytes)
 
 
-def _group(state: _FSDPState, names: _Names, module_names: Mapping[nn.Module, str]) -> GroupFacts:
+def _group(
+    state: _FSDPState, names: _Names, module_names: Mapping[nn.Module, str], owners: OwnersByParam
+) -> GroupFacts:
     modules, mesh = state.live_modules(), state.mesh.mesh
     by_replica = mesh.mesh.reshape(-1, state.mesh.shard_world_size)
     holders = tuple(map(tuple, by_replica.T.tolist()))
@@ -127,11 +133,13 @@ def _group(state: _FSDPState, names: _Names, module_names: Mapping[nn.Module, st
         shard_ranks=holders,
         policy=_policy(state.options),
         options=_options(state, module_names),
-        flat_parameters=tuple(_flat_parameter(handle, names, holders) for handle in state._handles),
+        flat_parameters=tuple(_flat_parameter(handle, names, holders, owners) for handle in state._handles),
     )
 
 
-def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -> FlatParameterFacts:
+def _flat_parameter(
+    handle: FlatParamHandle, names: _Names, holders: _Holders, owners: OwnersByParam
+) -> FlatParameterFacts:
     layout, codec, shard, unsharded = handle.layout, handle.kind.codec, handle.shard, handle.unsharded
     itemsize, num_shards = shard.element_size(), layout.world_size
     counts = [tuple(layout.counts(index)) for index in range(len(layout.params))]
@@ -153,11 +161,13 @@ def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -
         held_bytes=held,
         padding_bytes=padding,
         unsharded_bytes=layout.flat_numel * unsharded.dtype.itemsize if is_plain else None,
-        parameters=tuple(_parameter(handle, index, names, holders) for index in range(len(layout.params))),
+        parameters=tuple(_parameter(handle, index, names, holders, owners) for index in range(len(layout.params))),
     )
 
 
-def _parameter(handle: FlatParamHandle, index: int, names: _Names, holders: _Holders) -> ParameterFacts:
+def _parameter(
+    handle: FlatParamHandle, index: int, names: _Names, holders: _Holders, owners: OwnersByParam
+) -> ParameterFacts:
     layout, placed, param = handle.layout, handle.layout.params[index], handle.sharded_params[index]
     fqn, *tied = names.get(id(param)) or (handle.name_of(index),)
     is_composite = handle.kind.codec.is_composite
@@ -173,6 +183,7 @@ def _parameter(handle: FlatParamHandle, index: int, names: _Names, holders: _Hol
         granule=placed.granule,
         placements=tuple(map(str, getattr(param, "placements", ()))),
         parts=tuple(_parts_of_bytes(handle, holders) if is_composite else _parts(layout, index, holders)),
+        computed=tuple(starmap(Computed, owners.get(id(param), ()))),
     )
 
 
@@ -242,7 +253,8 @@ FORMATS = ("text", "json", "html")
 
 def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False) -> str:
     """Describe the layout of a sharded model: for each group its ranks, dtypes and options, and for each parameter of
-    each flat parameter its place, and the rank that holds each part. ``print(describe(model))``.
+    each flat parameter its place, and the rank that holds each part. ``print(describe(model))``. Once ``Muon`` has
+    planned its step, also the ranks that compute the matrices.
 
     Ranks: any; nothing is communicated, and nothing changes. Before the first forward too; only then is it known which
     group is the root's, on which the default of ``reshard_after_forward`` depends.

@@ -26,6 +26,15 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """Adjacent matrices of a parameter that the same ranks compute, in a step of ``Muon``."""
+
+    ranks: tuple[int, ...]  # one of each replica, unless replicas share the work
+    start: int  # the number of the first matrix
+    stop: int
+
+
+@dataclass(frozen=True)
 class ParameterFacts:
     """One parameter of a flat parameter."""
 
@@ -40,6 +49,7 @@ class ParameterFacts:
     granule: int  # so many consecutive elements are never in two shards
     placements: tuple[str, ...]  # on the mesh of the sharded parameter
     parts: tuple[Part, ...]  # by shard, without empty ones
+    computed: tuple[Computed, ...] = ()  # its matrices, if an optimizer of whole matrices trains it
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,7 @@ _MOST_PARTS = 4  # of a parameter, in words
 
 COLUMNS = ("parameter", "shape", "dtype", "elements", "offset", "held by")
 _RIGHT = ("elements", "offset")
+_COMPUTED = "matrices computed by"  # a column where an optimizer of whole matrices trains parameters
 
 
 EqualGroups = Sequence[GroupFacts]
@@ -163,14 +174,14 @@ def collapsed(groups: Sequence[GroupFacts], all_groups: bool) -> list[EqualGroup
 
 
 def _without_names(group: GroupFacts) -> GroupFacts:
-    """The facts, with parameters called as in their module."""
+    """The facts, with parameters called as in their module, and without the ranks that an optimizer has chosen."""
 
     def in_module(fqn: str) -> str:
         prefixes = ((f"{name}.", number) for number, name in enumerate(group.names))
         return next((f"{number}.{fqn[len(prefix) :]}" for prefix, number in prefixes if fqn.startswith(prefix)), fqn)
 
     def renamed(param: ParameterFacts) -> ParameterFacts:
-        return replace(param, fqn=in_module(param.fqn), tied=tuple(map(in_module, param.tied)))
+        return replace(param, fqn=in_module(param.fqn), tied=tuple(map(in_module, param.tied)), computed=())
 
     flats = [replace(flat, parameters=tuple(map(renamed, flat.parameters))) for flat in group.flat_parameters]
     return replace(group, names=(), flat_parameters=tuple(flats))
@@ -248,6 +259,17 @@ def held_by(parts: Sequence[Part], rank: int) -> str:
     return f"{unit_of(parts[0])} {' | '.join(shown)}" if parts else "nothing to hold"
 
 
+def computed_by(computed: Sequence[Computed]) -> str:
+    """The ranks that compute a parameter's matrices; of many stacks the first and the last."""
+    if len(computed) < 2:
+        return "".join(ranges_of(item.ranks) for item in computed)
+    texts = [
+        f"{item.start if item.stop == item.start + 1 else f'{item.start}-{item.stop - 1}'} on {ranges_of(item.ranks)}"
+        for item in computed
+    ]
+    return " | ".join(texts if len(texts) <= _MOST_PARTS else [*texts[: _MOST_PARTS - 2], "...", texts[-1]])
+
+
 def part_of(part: Part) -> str:
     """One part by itself."""
     return f"{unit_of(part)} {range_of(part)} on {ranges_of(part.ranks)}"
@@ -270,10 +292,14 @@ def report_of(facts: ModelFacts, all_groups: bool) -> Report:
         group = groups[0]
         sections.append(Section(group_title(groups), details=group_details(group)))
         for flat in group.flat_parameters:
-            rows = [row_of(param, facts.rank) for param in flat.parameters]
+            rows, columns = [row_of(param, facts.rank) for param in flat.parameters], [*COLUMNS]
+            if any(param.computed for param in flat.parameters):
+                columns.append(_COMPUTED)
+                texts = [computed_by(param.computed) for param in flat.parameters]
+                rows = [(*row, text) for row, text in zip(rows, texts, strict=True)]
             frozen = [number for number, param in enumerate(flat.parameters) if not param.requires_grad]
             drawn = partial(picture, flat, group)
-            sections.append(Section(flat_title(flat), COLUMNS, rows, _RIGHT, frozen, is_part=True, picture=drawn))
+            sections.append(Section(flat_title(flat), columns, rows, _RIGHT, frozen, is_part=True, picture=drawn))
     others = [f"{other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}" for other in facts.others]
     if others:
         where = "in no group, whole on every rank; see find_unreduced_parameters(model)"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import MisuseError
+from ..optim import MuonReport
 from .describe_formats import ModelFacts
 from .report import Report, Section, as_text, bytes_of
 
@@ -62,16 +63,18 @@ class CollectiveFacts:
     """One collective of a step.
 
     Attributes:
-        kind: ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``gather``.
-        group: the name of its group.
-        nbytes: size of the whole tensor.
+        kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all`` or ``gather``.
+        group: the name of its group; of an all-to-all, the parameters that it is for.
+        nbytes: size of the whole tensor; of an all-to-all, of all that its ranks send.
         num_ranks: number of ranks that take part.
+        sent: of an all-to-all, bytes that this rank sends.
     """
 
     kind: str
     group: str
     nbytes: int
     num_ranks: int
+    sent: int | None = None
 
     @property
     def part_bytes(self) -> int:
@@ -80,7 +83,10 @@ class CollectiveFacts:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends at least, by ring algorithms: the parts of all others, twice in an all-reduce."""
+        """Bytes that a rank sends at least, by ring algorithms: the parts of all others, twice in an all-reduce. In an
+        all-to-all, those that this rank sends."""
+        if self.sent is not None:
+            return self.sent
         return (self.nbytes - self.part_bytes) * (2 if self.kind == "all-reduce" else 1)
 
 
@@ -111,6 +117,7 @@ class WorldFacts:
         recomputes: whether backward recomputed forwards.
         unreduced: trainable parameters whose gradients are not averaged, with reasons.
         computed: operations that had to run because torch cannot infer their output shapes.
+        step: what the optimizer says of a step, if it is ``Muon``.
     """
 
     world_size: int
@@ -121,6 +128,7 @@ class WorldFacts:
     recomputes: bool
     unreduced: tuple[str, ...]
     computed: tuple[str, ...]
+    step: MuonReport | None = None
     advice: tuple[Advice, ...] = ()
 
     @cached_property
@@ -177,6 +185,7 @@ class Plan:
 
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+_OF_OPTIMIZERS = "all-to-all"  # shown only if there are some
 
 
 def report_of(plan: Plan) -> Report:
@@ -187,13 +196,20 @@ def report_of(plan: Plan) -> Report:
         f"groups; {plan.optimizer}{batch}"
     )
     memory = ("ranks", "mesh", "peak", "in", *KINDS, "building")
-    collectives = ("ranks", *(f"{kind}s" for kind in _COLLECTIVES), "sent by a rank", "least part")
+    kinds = list(_COLLECTIVES)
+    if any(item.kind == _OF_OPTIMIZERS for world in plan.worlds for item in world.collectives):
+        kinds.append(_OF_OPTIMIZERS)
+    collectives = ("ranks", *(f"{kind}s" for kind in kinds), "sent by a rank", "least part")
+    rows = [_collective_row(world, kinds) for world in plan.worlds]
     flat = ("ranks", "flat parameters", "kept by a rank", "padding of all", "in rows", "in elements")
     sections = [
         _table("peak memory of one rank in a step", memory, map(_memory_row, plan.worlds)),
-        _table("collectives in a step: count and total bytes", collectives, map(_collective_row, plan.worlds)),
+        _table("collectives in a step: count and total bytes", collectives, rows),
         _table("layout", flat, map(_layout_row, plan.worlds)),
     ]
+    steps = [f"{world.world_size:,} ranks: {world.step}" for world in plan.worlds if world.step is not None]
+    if steps:
+        sections.append(Section("the optimizer's step", items=steps))
     said: dict[str, list[str]] = {}
     for world in plan.worlds:
         for item in world.advice:
@@ -221,15 +237,16 @@ def _memory_row(world: WorldFacts) -> list[str]:
     return [*start, *kinds, bytes_of(world.building.nbytes)]
 
 
-def _collective_row(world: WorldFacts) -> list[str]:
+def _collective_row(world: WorldFacts, kinds: Sequence[str]) -> list[str]:
     cells = [f"{world.world_size:,}"]
-    for kind in _COLLECTIVES:
+    for kind in kinds:
         found = [item.nbytes for item in world.collectives if item.kind == kind]
         cells.append(f"{len(found):,} of {bytes_of(sum(found))}" if found else "-")
     if not world.collectives:
         return [*cells, "-", "-"]
     sent = sum(item.sent_bytes for item in world.collectives)
-    return [*cells, bytes_of(sent), bytes_of(min(item.part_bytes for item in world.collectives))]
+    equal_parts = [item.part_bytes for item in world.collectives if item.sent is None]
+    return [*cells, bytes_of(sent), bytes_of(min(equal_parts)) if equal_parts else "-"]
 
 
 def _layout_row(world: WorldFacts) -> list[str]:

@@ -31,9 +31,10 @@ from .._torch import (
     storage_id,
     watched_storages,
 )
-from ..comm import ALL_GATHER, ALL_REDUCE, GATHER, REDUCE_SCATTER, Label, Transport, Work
+from ..comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE_SCATTER, Label, Transport, Work
 from ..errors import MisuseError, MisuseRuntimeError
 from ..group import states_to_run
+from ..optim import report_of_step
 from .describe import collect
 from .diagnose import find_unreduced_parameters
 from .plan_report import (
@@ -431,6 +432,20 @@ class NothingMoves(Transport):
         self._ledger.label(REDUCTIONS, tensor)
         return self._note(ALL_REDUCE, tensor.nbytes, tensor)
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        num_moved: int,
+        label: Label,
+    ) -> Work:
+        self._ledger.lose_values(received)
+        nbytes = num_moved * sent.element_size()
+        self._take(CollectiveFacts(ALL_TO_ALL, str(label), nbytes, self.group.size(), sent.nbytes))
+        return _Done()
+
     def gather(
         self,
         whole: torch.Tensor | None,
@@ -457,18 +472,19 @@ NUM_STEPS = 2  # in the first one, groups learn their order, and the optimizer's
 
 LossOf = Callable[[nn.Module], torch.Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # of a list of parameters
+OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
 Build = Callable[[], tuple[nn.Module, LossOf]]
 
 
 def simulate(
-    build: Build, make_optimizer: MakeOptimizer | None, world_size: int, note: Callable[[str], None]
+    build: Build, make_optimizer: OptimizerOf | None, world_size: int, note: Callable[[str], None]
 ) -> WorldFacts:
     """Build the model as the first of ``world_size`` ranks, and train it for some steps.
 
     Args:
         build: returns the sharded model, and a function from the model to a loss. Runs in a process group whose
             collectives move no data.
-        make_optimizer: makes the optimizer of the trainable parameters, if there is one.
+        make_optimizer: makes the optimizer of the model, if there is one.
         note: called with a line of text about the progress.
 
     Raises:
@@ -498,7 +514,7 @@ class _Simulation:
         self._began = time.monotonic()
         self._collectives: list[CollectiveFacts] = []
 
-    def run(self, build: Build, make_optimizer: MakeOptimizer | None) -> WorldFacts:
+    def run(self, build: Build, make_optimizer: OptimizerOf | None) -> WorldFacts:
         ledger = self._ledger
         refuse_access(torch.empty(0).untyped_storage(), "")  # probes torch once per process, which needs real kernels
         with watched_storages(ledger.resized, ledger.exchanged), torch.compiler.set_stance("force_eager"), self._mode:
@@ -507,7 +523,7 @@ class _Simulation:
             self._materialize(model)
             optimizer = None
             if make_optimizer is not None:
-                optimizer = make_optimizer([param for param in model.parameters() if param.requires_grad])
+                optimizer = make_optimizer(model)
             self._listen(model)
             layout, unreduced = collect(model), tuple(map(str, find_unreduced_parameters(model)))
             ledger.label(PARAMETERS, *model.parameters())
@@ -527,6 +543,7 @@ class _Simulation:
             recomputes=recomputes,
             unreduced=unreduced,
             computed=tuple(sorted(self._mode.computed)),
+            step=None if optimizer is None else report_of_step(optimizer),
         )
 
     def _materialize(self, model: nn.Module) -> None:

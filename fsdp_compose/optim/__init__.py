@@ -15,7 +15,10 @@ from .clip_grad import clip_grad_norm_ as clip_grad_norm_
 from .flat_parameters import declare_elementwise as declare_elementwise
 from .flat_parameters import elementwise_classes as elementwise_classes
 from .flat_parameters import flat_parameters as flat_parameters
+from .matrices import OwnersByParam as OwnersByParam
+from .matrices import owners_by_param as owners_by_param
 from .muon import Muon as Muon
 from .muon import MuonReport as MuonReport
 from .muon import muon_groups as muon_groups
+from .muon import report_of_step as report_of_step
 from .state_offload import offload_optimizer_states as offload_optimizer_states

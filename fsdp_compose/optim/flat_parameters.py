@@ -283,7 +283,8 @@ def _before_step(optimizer: Optimizer) -> None:
     handles = _handles_of(optimizer)
     if not handles:
         return
-    refuse_unless_elementwise(optimizer)
+    if not isinstance(optimizer, Muon):  # whose matrices are no flat views, and the rest of which is AdamW's
+        refuse_unless_elementwise(optimizer)
     # A step of parameters that module.to() has moved since the last forward would be lost.
     for handle in handles:
         check_segments(handle)

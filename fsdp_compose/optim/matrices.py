@@ -13,11 +13,12 @@ all-to-all in each direction, or with none if nothing moves. Nothing here knows 
 from __future__ import annotations
 
 import heapq
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from ..errors import MisuseError
 from ..flat import FlatParamHandle, handle_of, local_of
 from ..ragged import RaggedDTensor, RunLengths
 
+_MOST_TOGETHER = 1 << 20
 _MOST_SETS = 16  # of parameters with gradients, whose exchanges are remembered
 SLACK = 0.05  # how much more than the mean an owner may have to do, before a matrix goes elsewhere
 
@@ -264,26 +266,33 @@ class Exchange:
 
     def gather(
         self,
-        locals_: Sequence[torch.Tensor],
+        locals_: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         dtype: torch.dtype,
         device: torch.device,
         transport: Transport,
         label: Label,
+        starts: Mapping[int, int] | None = None,
     ) -> Callable[[], list[torch.Tensor]]:
         """Start to move this rank's parts to the owners.
 
         Args:
             locals_: by parameter, this rank's part, 1-D.
             dtype, device: of the stacks.
+            starts: by parameter, the first element in ``locals_``, if that is not this rank's whole part.
 
         Returns:
             A function that waits, and returns the stacks that this rank owns: new tensors of (count, rows, cols).
         """
+        bases = starts or {}
+
+        def of(piece: Piece) -> torch.Tensor:
+            first = piece.local - bases.get(piece.param, 0)
+            return locals_[piece.param][first : first + piece.numel]
+
         wholes = [torch.empty(stack.numel, dtype=dtype, device=device) for stack in self.owned]
-        targets = [wholes[piece.stack][piece.start : piece.stop] for piece in self._kept]
-        _copy(targets, [locals_[piece.param][piece.local : piece.local + piece.numel] for piece in self._kept])
+        _copy([wholes[piece.stack][piece.start : piece.stop] for piece in self._kept], [*map(of, self._kept)])
         sent = torch.empty(self.num_sent, dtype=dtype, device=device)
-        parts = [locals_[piece.param][piece.local : piece.local + piece.numel] for piece in self._sent]
+        parts = [*map(of, self._sent)]
         _copy(sent.split([part.numel() for part in parts]), parts)
         received, wait = self._move(sent, self._received_sizes, self._sent_sizes, transport, label)
 
@@ -303,14 +312,16 @@ class Exchange:
         device: torch.device,
         transport: Transport,
         label: Label,
+        with_kept: bool = True,
     ) -> Callable[[], list[tuple[int, int, torch.Tensor]]]:
         """Start to move results, shaped like the stacks that this rank owns, to the ranks that have the parameters.
 
         Returns:
-            A function that waits, and returns (parameter, start, elements) of this rank's parts.
+            A function that waits, and returns (parameter, start, elements) of this rank's parts; without ``with_kept``,
+            of those that other ranks have computed.
         """
         flats = [result.reshape(-1) for result in results]
-        kept = [(piece.param, piece.local, flats[piece.stack][piece.start : piece.stop]) for piece in self._kept]
+        kept = self.kept_of(results) if with_kept else []
         parts = [flats[piece.stack][piece.start : piece.stop] for piece in self._received]
         sent = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
         received, wait = self._move(sent, self._sent_sizes, self._received_sizes, transport, label)
@@ -322,6 +333,11 @@ class Exchange:
             return kept + [(piece.param, piece.local, part) for piece, part in arrived]
 
         return finish
+
+    def kept_of(self, results: Sequence[torch.Tensor]) -> list[tuple[int, int, torch.Tensor]]:
+        """(parameter, start, elements) of what this rank has of the results that it has computed itself; views."""
+        flats = [result.reshape(-1) for result in results]
+        return [(piece.param, piece.local, flats[piece.stack][piece.start : piece.stop]) for piece in self._kept]
 
     def _move(
         self,
@@ -470,8 +486,7 @@ class Bucket:
     # For each replica, the (parameter, start, number of elements) of what this rank gets from it, if replicas share the
     # work.
     parts: list[list[tuple[int, int, int]]]
-    begun: list[int]  # the parameters whose first matrix is here
-    ended: list[int]  # ... and whose last one is
+    slices: list[tuple[int, int, int]]  # what this rank has of the parameters: (parameter, start, number of elements)
 
 
 @dataclass(eq=False)
@@ -497,8 +512,13 @@ class Plan:
             anywhere = RunLengths([(0, mesh.replicate_world_size)])
             items = [Matrices(item.count, item.rows, item.cols, anywhere, item.cost) for item in planned]
             self.replicas = assign(items, mesh.replicate_world_size)
-        replicas, own = self.replicas, self.replica
-        self.owners = assign(planned, self.num_ranks, lambda i, k: replicas[i][k] == own)
+        self.owners = self.owners_in(self.replica)
+        _living.add(self)
+
+    def owners_in(self, replica: int) -> list[list[int]]:
+        """The owners in a replica, with -1 for what other replicas compute."""
+        planned = [member.shape.planned for member in self.members]
+        return assign(planned, self.num_ranks, lambda i, k: self.replicas[i][k] == replica)
 
     @property
     def mesh(self) -> DataParallelMesh | None:
@@ -528,6 +548,11 @@ class Plan:
         return 1 if self.mesh is None else self.mesh.shard_world_size
 
     @property
+    def most_together(self) -> int:
+        """How many elements are computed at once where that takes memory beside the buckets."""
+        return max(1, min(_MOST_TOGETHER, self.bucket_bytes // self.ns_dtype.itemsize // 16))
+
+    @property
     def device(self) -> torch.device:
         """Where matrices are computed with."""
         handle = self.handle
@@ -555,9 +580,8 @@ class Plan:
                     for k, start, numel in _overlaps(item, chosen, starts[i], self.rank):
                         parts[self.replicas[i][k]].append((i, start, numel))
             exchange = Exchange(stacks, self.rank, self.num_ranks, starts)
-            begun = [i for i, chosen in pieces if not chosen.start]
-            ended = [i for i, chosen in pieces if chosen.stop == len(self.owners[i])]
-            yield Bucket(exchange, parts, begun, ended)
+            slices = [(i, *_slice(self.members[i].shape, chosen, self.rank)) for i, chosen in pieces]
+            yield Bucket(exchange, parts, slices)
 
     def _pieces(self, present: bytes) -> Iterator[list[tuple[int, range]]]:
         """Cut the matrices into buckets: parameters, and which of their matrices."""
@@ -568,7 +592,8 @@ class Plan:
             nbytes, first = max(1, item.numel * self.ns_dtype.itemsize), 0
             while present[i] and first < item.count:
                 last = min(item.count, first + max(1, room // nbytes))
-                pieces.append((i, range(first, last)))
+                begin = pieces.pop()[1].start if pieces and pieces[-1][0] == i else first
+                pieces.append((i, range(begin, last)))
                 room -= (last - first) * nbytes
                 first = last
                 if room <= 0:
@@ -576,6 +601,41 @@ class Plan:
                     pieces, room = [], self.bucket_bytes
         if pieces:
             yield pieces
+
+
+_living: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+OwnersByParam = dict[int, list[tuple[tuple[int, ...], int, int]]]
+"""By the id of a parameter, its matrices in order: the ranks that compute them, by their numbers in the default process
+group, with the first number of a matrix and the one after the last."""
+
+
+def owners_by_param() -> OwnersByParam:
+    """The owners of the matrices of all sharded parameters that living optimizers train, as far as they are planned."""
+    found: OwnersByParam = {}
+    for plan in [*_living]:
+        if plan.mesh is None:
+            continue
+        by_replica = plan.mesh.mesh.mesh.reshape(-1, plan.num_ranks).tolist()
+        is_shared = plan.num_replicas > 1
+        owners = [plan.owners_in(replica) for replica in range(plan.num_replicas)]
+        for i, member in enumerate(plan.members):
+            ranks = []
+            for k, replica in enumerate(plan.replicas[i]):
+                computing = [by_replica[replica]] if is_shared else by_replica
+                ranks.append(tuple([row[owners[replica][i][k]] for row in computing]))
+            runs = found[id(member.param)] = []
+            for same, numbers in groupby(range(len(ranks)), key=ranks.__getitem__):
+                first, *others = numbers
+                runs.append((same, first, (others[-1] if others else first) + 1))
+    return found
+
+
+def _slice(shape: MatrixShape, chosen: range, rank: int) -> tuple[int, int]:
+    """What this rank has of some adjacent matrices: the first element in its part, and how many."""
+    item, start = shape.matrices, shape.start
+    begin, end = (min(max(start, k * item.numel), start + item.counts[rank]) for k in (chosen.start, chosen.stop))
+    return begin - start, end - begin
 
 
 def _overlaps(item: Matrices, chosen: range, start: int, rank: int) -> Iterator[tuple[int, int, int]]:

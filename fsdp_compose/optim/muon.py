@@ -6,74 +6,69 @@ back while the next one is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, zip_longest
+from hashlib import blake2b
+from itertools import accumulate, pairwise
 from math import sqrt
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
-from .._torch import compute_local_shape_and_global_offset, foreach_add_, foreach_lerp_, foreach_mul_, is_wrapper
-from ..comm import Label, meet, noticing_loss
+from .._torch import (
+    compute_local_shape_and_global_offset,
+    foreach_add_,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_mul_,
+    is_wrapper,
+)
+from ..comm import Label, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
-from ..flat import FlatParamHandle, handle_of, local_of, refuse_unreduced
+from ..flat import FlatParamHandle, handle_of, handle_of_segment, local_of, refuse_unreduced
 from ..ragged import note_write_of_all_ranks
-from .matrices import Bucket, Member, Plan, Stack, cut_dims, name_of, refuse_block_rows, shape_of
+from .matrices import Bucket, Exchange, Member, Plan, Stack, cut_dims, name_of, refuse_block_rows, shape_of
+from .newton_schulz import NS_COEFFICIENTS, SMALL, orthogonalize
+from .step_agreement import WITH, WITHOUT, agree_on_step
 
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _MUON, _ADAMW = "muon", "adamw"
 _ADJUSTMENTS = ("original", "match_rms_adamw")
-# Matrices whose shorter side is in this range are computed together, one product for all: from 256 on that takes longer
-# on the CPU, and below 8 other bits may result.
-_SMALL = range(8, 256)
-
-
-# ---- The mathematics
-
-
-def orthogonalize(matrices: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
-    """Newton-Schulz iterations on each of some matrices, (count, rows, cols), in their dtype. Their memory may be
-    overwritten. A quintic with the coefficients of Keller Jordan's Muon
-    (https://kellerjordan.github.io/posts/muon/); in bfloat16 the bits of ``torch.optim.Muon``."""
-    if len(matrices) > 1 and min(matrices.shape[1:]) not in _SMALL:
-        return torch.stack([_orthogonalize(matrix, coefficients, steps, eps) for matrix in matrices])
-    if len(matrices) == 1:
-        return _orthogonalize(matrices[0], coefficients, steps, eps)[None]
-    a, b, c = coefficients
-    is_tall = matrices.size(1) > matrices.size(2)
-    x = matrices.mT if is_tall else matrices
-    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def _orthogonalize(x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
-    a, b, c = coefficients
-    is_tall = x.size(0) > x.size(1)
-    if is_tall:
-        x = x.mT
-    x.div_(x.norm().clamp(min=eps))  # the spectral norm is at most this one
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
-    if adjust_lr_fn == "match_rms_adamw":
-        return lr * 0.2 * sqrt(max(rows, cols))
-    return lr * sqrt(max(1, rows / cols))
 
 
 # ---- The optimizer
+
+
+_Gradients = dict[int, torch.Tensor]
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is found out once about the parameters of an optimizer.
+
+    Attributes:
+        key: what it depends on.
+        plans: for the matrices of each shard group.
+        shared: the parameters that ranks train together, with their groups: sharded ones, and flat views.
+        handles: of each mesh, a flat parameter.
+        digest: of what this rank trains. Made at the first step, since parameters get other names at a first forward.
+    """
+
+    key: object
+    plans: list[Plan]
+    shared: list[tuple[torch.Tensor, dict[str, Any]]]
+    handles: list[FlatParamHandle]
+    digest: bytes = b""
+
+    def peers(self) -> list[dist.ProcessGroup]:
+        """The process groups of all ranks that step together: for each model one, once it has run."""
+        return [*dict.fromkeys([item.mesh.peers for item in self.handles if item.mesh.has_peers])]
 
 
 class Muon(Optimizer):
@@ -90,7 +85,8 @@ class Muon(Optimizer):
     Ranks: all ranks of the model step together, with gradients for the same parameters.
 
     Args:
-        params: parameters or parameter groups: sharded ones, also with tensor parallelism, and plain ones.
+        params: parameters or parameter groups: sharded ones, also with tensor parallelism, and plain ones. Groups for
+            AdamW may have flat views (``flat_parameters``).
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as of ``torch.optim.Muon``;
             may differ between parameter groups. The rows and columns by which ``adjust_lr_fn`` adjusts are those of the
             whole matrix, or of a block.
@@ -99,8 +95,9 @@ class Muon(Optimizer):
             parameter groups.
         ns_dtype: dtype of the iterations, and of what travels. In bfloat16, rounding amplifies differences between
             summation orders of gradients.
-        bucket_bytes: bytes of the matrices that travel together. Three buckets may exist at a time:
-            one arrives, one is computed, one returns.
+        bucket_bytes: bytes of the matrices that travel together; at least one matrix does. One bucket arrives, one is
+            computed, one returns: together they take at most four times as much memory, and a few times the largest
+            matrix.
         over_replicas: with hybrid sharding or ``replicate()``, let each replica orthogonalize some of the matrices and
             gather the results, instead of all of them.
 
@@ -136,7 +133,7 @@ class Muon(Optimizer):
                 "number of bytes above 0"
             )
         self._ns_dtype, self._bucket_bytes, self._over_replicas = ns_dtype, bucket_bytes, over_replicas
-        self._known: tuple[Any, list[Plan]] = ((), [])
+        self._known = _Known((), [], [], [])
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
@@ -159,38 +156,77 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients.
 
-        Ranks: all ranks of the model.
+        Ranks: all ranks of the model. They first agree, by one small exchange, that all step and have gradients for the
+        same parameters.
 
         Args:
             closure: computes the loss again; its result is returned.
 
         Raises:
-            RuntimeError: another rank died, or does not step. Momenta, and parameters of earlier buckets, may have
-                changed: load a checkpoint.
-            RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter; or, at the first
-                step, ranks train other parameters, and nothing was changed.
+            RanksDifferError: on every rank: a rank does not step, trains other parameters, or has gradients for others;
+                or a rank cannot step, for the reason that it raises itself. Nothing was changed.
+            RankLostError: on every rank: another rank died. Nothing was changed if it died before the step, as the
+                message then says. If it died in the middle of it, momenta of all buckets so far, and parameters of
+                earlier buckets, have changed, and those of AdamW's groups have not: load a checkpoint.
+            RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter. Nothing was
+                changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        refuse_unreduced("Muon.step()", [param for group in self.param_groups for param in group["params"]])
+        gradients = self._begin()
+        for plan in self._plan().plans:
+            self._step_muon(plan, gradients)
         for group in self.param_groups:
             if group["algorithm"] == _ADAMW:
-                self._step_adamw(group)
-        for plan in self._plans():
-            self._step_muon(plan)
+                self._step_adamw(group, gradients)
         return loss
 
     def describe(self) -> MuonReport:
         """Describe what a step does: who orthogonalizes what, how evenly, what moves, and what memory that takes.
 
-        Ranks: all ranks of the model, unless a step was done before."""
-        return _report(self._plans())
+        Ranks: any; nothing is communicated."""
+        return _report(self._plan().plans)
+
+    # ---- What all ranks agree on before anything changes
+
+    def _begin(self) -> _Gradients:
+        """Return this rank's parts of the gradients, by the id of the parameter, once all ranks are about to do the
+        same."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        gradients: _Gradients = {}
+        error = None
+        try:
+            refuse_unreduced("Muon.step()", params)
+            gradients = {id(param): _local_gradient(param) for param in params if param.grad is not None}
+        except (RuntimeError, ValueError) as caught:  # the others wait for this rank: they are told
+            error = caught
+        known = self._plan()
+        peers = known.peers()
+        if peers:
+            known.digest = known.digest or blake2b("\n".join(self._lines()).encode()).digest()
+            present = bytes([param.grad is not None for param, _ in known.shared])
+            agree_on_step("Muon.step()", peers, known.digest + present, partial(self._lines, True), error)
+        elif error is not None:
+            raise error
+        return gradients
+
+    def _lines(self, with_gradients: bool = False) -> list[str]:
+        """What this rank trains, in words."""
+        lines = [f"ns_dtype={self._ns_dtype}, bucket_bytes={self._bucket_bytes}, over_replicas={self._over_replicas}"]
+        for param, group in self._known.shared:
+            what, view = f"{name_of(param)} of shape {tuple(param.shape)}", handle_of_segment(param)
+            if view is not None:  # that may have another shape on each rank
+                what = f"a flat view in the group of {view.name_of(0)}"
+            how = f"algorithm={group['algorithm']!r}, block_rows={group['block_rows']}"
+            has = f", {WITHOUT if param.grad is None else WITH}" if with_gradients else ""
+            lines.append(f"{what}, {how}{has}")
+        return lines
 
     # ---- AdamW, element by element
 
-    def _step_adamw(self, group: dict[str, Any]) -> None:
+    def _step_adamw(self, group: dict[str, Any], gradients: _Gradients) -> None:
         params = [param for param in group["params"] if param.grad is not None]
         if not params:
             return
@@ -201,7 +237,7 @@ class Muon(Optimizer):
                 self.state[param]["step"] = torch.tensor(0.0)
         states = [self.state[param] for param in params]
         adamw(
-            [local_of(param) for param in params], [_local_gradient(param) for param in params],
+            [local_of(param) for param in params], [gradients[id(param)] for param in params],
             [local_of(state["exp_avg"]) for state in states], [local_of(state["exp_avg_sq"]) for state in states],
             [], [state["step"] for state in states], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
@@ -210,82 +246,103 @@ class Muon(Optimizer):
 
     # ---- Muon
 
-    def _plans(self) -> list[Plan]:
-        groups = [group for group in self.param_groups if group["algorithm"] == _MUON]
+    def _plan(self) -> _Known:
+        groups = self.param_groups
         # Parameters that were moved or sharded anew have other specs.
         key = tuple([(id(p), id(getattr(p, "_spec", None)), g["block_rows"]) for g in groups for p in g["params"]])
-        if self._known[0] != key:
-            self._known = key, self._make_plans(groups)
-        return self._known[1]
+        if self._known.key != key:
+            self._known = self._planned(key)
+        return self._known
 
-    def _make_plans(self, groups: Sequence[dict[str, Any]]) -> list[Plan]:
+    def _planned(self, key: object) -> _Known:
         members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
-        for group in groups:
+        handles: dict[int, FlatParamHandle] = {}
+        shared: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        for group in self.param_groups:
             for param in group["params"]:
                 place = handle_of(param)
-                handle = None if place is None else place[0]
-                where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
-                shape = shape_of(param, name_of(param), group["block_rows"])
-                members.setdefault(where, (handle, []))[1].append(Member(param, group, shape))
-        plans = []
-        for handle, found in members.values():
-            plan = Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
-            _agree(plan)
-            plans.append(plan)
-        return plans
+                handle = handle_of_segment(param) if place is None else place[0]
+                if handle is not None:
+                    handles.setdefault(id(handle.mesh), handle)
+                    shared.append((param, group))
+                if group["algorithm"] == _MUON:
+                    where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
+                    shape = shape_of(param, name_of(param), group["block_rows"])
+                    members.setdefault(where, (handle, []))[1].append(Member(param, group, shape))
+        plans = [
+            Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
+            for handle, found in members.values()
+        ]
+        return _Known(key, plans, shared, [*handles.values()])
 
-    def _step_muon(self, plan: Plan) -> None:
+    def _step_muon(self, plan: Plan, gradients: _Gradients) -> None:
         present = bytes([member.param.grad is not None for member in plan.members])
         if 1 not in present:
             return
         device, (label, buckets) = plan.device, plan.exchanges_of(present)
-        updates: list[torch.Tensor] = [NOTHING] * len(plan.members)
         transport = NO_TRANSPORT if plan.mesh is None else plan.mesh.transport.among(plan.mesh.shard_group)
-        dtype, leaving = self._ns_dtype, None
+        where = self._ns_dtype, device, transport, label
+        leaving: Callable[[], list[tuple[int, int, torch.Tensor]]] | None = None
 
         def begin(bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
-            self._update(plan, bucket.begun, updates)
-            coming = bucket.exchange.gather(updates, dtype, device, transport, label)
-            for i in bucket.ended:
-                updates[i] = NOTHING
-            return coming
+            updates = self._update(plan, bucket, gradients)
+            return bucket.exchange.gather(updates, *where, {i: start for i, start, _ in bucket.slices})
 
-        coming = begin(buckets[0])
+        coming: Callable[[], list[torch.Tensor]] | None = begin(buckets[0])
         for number, bucket in enumerate(buckets):
-            stacks = coming()
+            assert coming is not None
+            stacks, coming = coming(), None  # which frees what has arrived, before the next bucket takes memory
             if number + 1 < len(buckets):
                 coming = begin(buckets[number + 1])
-            results = _compute(plan, bucket.exchange.owned, stacks)
+            _compute(plan, bucket.exchange.owned, stacks)
             if leaving is not None:
                 _apply(plan, leaving())
-            leaving = partial(
-                _arrived, plan, bucket, bucket.exchange.scatter(results, dtype, device, transport, label), label
-            )
+                leaving = None
+            is_shared = plan.num_replicas > 1  # then other replicas get what this rank keeps
+            if not is_shared:
+                _apply(plan, bucket.exchange.kept_of(stacks))
+            arrive = bucket.exchange.scatter(stacks, *where, with_kept=is_shared)
+            leaving = partial(_arrived, plan, bucket, arrive, label)
+            del stacks, arrive
         assert leaving is not None
         _apply(plan, leaving())
         note_write_of_all_ranks([member.param for member in plan.members if member.param.grad is not None])
 
-    def _update(self, plan: Plan, indices: Sequence[int], updates: list[torch.Tensor]) -> None:
-        """Update the momentum of some parameters, and fill in this rank's parts of their updates, 1-D, before they are
-        orthogonalized."""
-        by_group: dict[int, list[int]] = {}
-        for i in indices:
-            by_group.setdefault(id(plan.members[i].group), []).append(i)
-        for chosen in by_group.values():
-            group = plan.members[chosen[0]].group
-            grads = [_local_gradient(plan.members[i].param) for i in chosen]
-            buffers = [local_of(self._momentum_of(plan.members[i].param)) for i in chosen]
+    def _update(self, plan: Plan, bucket: Bucket, gradients: _Gradients) -> dict[int, torch.Tensor]:
+        """Update the momentum of a bucket's matrices. Return this rank's parts of their updates before they are
+        orthogonalized, by parameter, 1-D, in ``ns_dtype``."""
+        by_group: dict[int, list[tuple[int, int, int]]] = {}
+        for place in bucket.slices:
+            by_group.setdefault(id(plan.members[place[0]].group), []).append(place)
+        updates, most = {}, plan.most_together
+        for places in by_group.values():
+            group = plan.members[places[0][0]].group
+            grads, buffers = [], []
+            for i, start, numel in places:
+                param = plan.members[i].param
+                buffers.append(self._momentum_of(param).view(-1)[start : start + numel])
+                grads.append(gradients[id(param)].reshape(-1)[start : start + numel])
             foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            for i, grad, buffer in zip(chosen, grads, buffers, strict=True):
-                update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-                updates[i] = update.reshape(-1)
+            for (i, _, _), grad, buffer in zip(places, grads, buffers, strict=True):
+                if not group["nesterov"]:
+                    updates[i] = buffer  # is copied on its way
+                    continue
+                updates[i] = torch.empty_like(buffer, dtype=plan.ns_dtype)
+                # In parts: each takes memory in its own dtype.
+                for update, start, end in zip(*[item.split(most) for item in (updates[i], grad, buffer)], strict=True):
+                    update.copy_(start.lerp(end, group["momentum"]))
+        return updates
 
     def _momentum_of(self, param: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
         state = self.state[param]
         if not state:
             assert param.grad is not None
-            state["momentum_buffer"] = torch.zeros_like(param.grad, memory_format=torch.preserve_format)
-        buffer: torch.Tensor = state["momentum_buffer"]
+            state["momentum_buffer"] = torch.zeros_like(param.grad, memory_format=torch.contiguous_format)
+        buffer = local_of(state["momentum_buffer"])
+        if not buffer.is_contiguous():  # was loaded so
+            state["momentum_buffer"] = state["momentum_buffer"].contiguous()
+            buffer = local_of(state["momentum_buffer"])
         return buffer
 
 
@@ -365,13 +422,14 @@ class MuonReport:
 
     Attributes:
         num_matrices: how many matrices there are.
-        owned: for each rank of a shard group, the matrices that it orthogonalizes.
+        owned: for each rank of this rank's shard group, the matrices that it orthogonalizes.
         balance: the most work of any rank, relative to the mean.
         bytes_moved: bytes that all ranks of a shard group together send in a step, there and back.
         num_collectives: all-to-alls of a step.
         temporary_bytes: an estimate of the most memory that this rank needs beside parameters, gradients and momentum.
         largest_share: the largest matrix's share of all work: the balance cannot be better than this times the number
             of ranks.
+        num_workers: the ranks that share the work: those of a shard group, times the replicas with ``over_replicas``.
     """
 
     num_matrices: int
@@ -381,55 +439,92 @@ class MuonReport:
     num_collectives: int
     temporary_bytes: int
     largest_share: float
+    num_workers: int
 
     def __str__(self) -> str:
-        num_ranks = len(self.owned)
-        bound = max(1.0, self.largest_share * num_ranks)
+        bound = max(1.0, self.largest_share * self.num_workers)
         why = "one matrix is that much of the work" if bound > 1.05 else "the work is divisible"
         return (
-            f"Muon: {self.num_matrices} matrices on {num_ranks} rank(s), {min(self.owned)} to {max(self.owned)} each; "
+            f"Muon: {self.num_matrices} matrices on {self.num_workers} rank(s), {min(self.owned)} to "
+            f"{max(self.owned)} each; "
             f"the busiest rank has {self.balance:.2f} times the mean (at least {bound:.2f}: {why}). A step moves "
             f"{self.bytes_moved:,} bytes in {self.num_collectives} all-to-all(s), and takes {self.temporary_bytes:,} "
             "bytes of temporary memory on this rank"
         )
 
 
+def report_of_step(optimizer: Optimizer) -> MuonReport | None:
+    """What an optimizer says of a step; ``None`` unless it is ``Muon``."""
+    return optimizer.describe() if isinstance(optimizer, Muon) else None
+
+
 def _report(plans: Sequence[Plan]) -> MuonReport:
     num_ranks = max([plan.num_ranks for plan in plans], default=1)
-    owned, loads, largest = [0] * num_ranks, [0] * num_ranks, 0
-    moved = collectives = temporary = 0
+    owned, loads, largest = [0] * num_ranks, Counter[tuple[int, int]](), 0
+    matrices = moved = collectives = temporary = 0
+    num_workers = max([plan.num_ranks * plan.num_replicas for plan in plans], default=1)
     for plan in plans:
-        for member, owners in zip(plan.members, plan.owners, strict=True):
-            for owner in owners:
-                if owner >= 0:
-                    owned[owner] += 1
-                    loads[owner] += member.shape.planned.cost
-            largest = max(largest, member.shape.planned.cost)
+        for replica in range(plan.num_replicas):
+            of_replica = plan.owners if replica == plan.replica else plan.owners_in(replica)
+            for member, owners in zip(plan.members, of_replica, strict=True):
+                for owner in owners:
+                    if owner >= 0:
+                        loads[replica, owner] += member.shape.planned.cost
+                        owned[owner] += replica == plan.replica
+        matrices += sum([member.shape.planned.count for member in plan.members])
+        largest = max([largest, *[member.shape.planned.cost for member in plan.members]])
         (_, buckets), size = plan.exchanges_of(b"\1" * len(plan.members)), plan.ns_dtype.itemsize
         moved += sum([2 * bucket.exchange.num_moved * size for bucket in buckets])
         collectives += sum([2 for bucket in buckets if bucket.exchange.num_moved])
-        each = [_memory_of(plan, bucket) for bucket in buckets]  # one arrives, one is computed, one returns
-        temporary = max([temporary, *[sum(each[i : i + 3]) for i in range(len(each))]])
-    total = sum(loads)
+        temporary = max(temporary, _temporary_bytes(plan, buckets))
+    total = loads.total()
     return MuonReport(
-        sum(owned), tuple(owned), max(loads) * num_ranks / total if total else 1.0, moved, collectives, temporary,
-        largest / total if total else 0.0,
+        matrices, tuple(owned), max(loads.values()) * num_workers / total if total else 1.0, moved, collectives,
+        temporary, largest / total if total else 0.0, num_workers,
     )  # fmt: skip
 
 
-def _memory_of(plan: Plan, bucket: Bucket) -> int:
-    """Bytes of a bucket while it is computed: what is sent and received, the stacks, their results, what the iterations
-    take for the largest; and its updates."""
-    exchange, size = bucket.exchange, plan.ns_dtype.itemsize
-    numels = [stack.numel for stack in exchange.owned]
-    updates = sum([local_of(plan.members[i].param).nbytes for i in bucket.begun if plan.members[i].group["nesterov"]])
-    return size * (exchange.num_sent + exchange.num_received + 2 * sum(numels) + 3 * max(numels, default=0)) + updates
+def _temporary_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
+    """The most bytes at a time: while a bucket is computed, the next one arrives, and results of the one before it
+    return."""
+    size, most = plan.ns_dtype.itemsize, 0
+    for number, bucket in enumerate(buckets):
+        exchange, stacks = bucket.exchange, sum([stack.numel for stack in bucket.exchange.owned])
+        moving = exchange.num_sent + exchange.num_received
+        # What the iterations take for one matrix, or for several small ones: its copy and result, products, workspace.
+        largest = max([_taken_together(plan, stack) for stack in exchange.owned], default=0)
+        before, after = buckets[number - 1] if number else None, [*buckets[number + 1 : number + 2]]
+        returning = 0 if before is None else before.exchange.num_sent + before.exchange.num_received
+        coming = sum([item.exchange.num_sent + item.exchange.num_received + _stacked(item.exchange) for item in after])
+        updates = sum([numel for item in after for _, _, numel in item.slices])
+        most = max(most, stacks + coming + max(returning + max(updates, 5 * largest), moving))
+    first = buckets[0] if buckets else None
+    if first is not None:
+        exchange, updates = first.exchange, sum([numel for _, _, numel in first.slices])
+        most = max(most, updates + exchange.num_sent + exchange.num_received + _stacked(exchange))
+    return size * most
+
+
+def _stacked(exchange: Exchange) -> int:
+    return sum([stack.numel for stack in exchange.owned])
+
+
+def _taken_together(plan: Plan, stack: Stack) -> int:
+    numel = stack.rows * stack.cols
+    if min(stack.rows, stack.cols) not in SMALL:
+        return numel
+    return numel * max(1, min(stack.count, plan.most_together // numel))
 
 
 # ---- Checks, and the steps of one plan
 
 
-NOTHING = torch.empty(0)
+def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
+    if adjust_lr_fn == "match_rms_adamw":
+        return lr * 0.2 * sqrt(max(rows, cols))
+    return lr * sqrt(max(1, rows / cols))
+
+
 NO_TRANSPORT: Any = None  # of parameters that every rank has whole: nothing moves
 
 
@@ -473,49 +568,35 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def _agree(plan: Plan) -> None:
-    """Compare what all ranks are about to plan. Ranks: all ranks of the model."""
-    mesh = plan.mesh
-    if mesh is None or not mesh.has_peers:
-        return
-    facts = [f"ns_dtype={plan.ns_dtype}, bucket_bytes={plan.bucket_bytes}, over_replicas={plan.splits_replicas}"]
-    for member in plan.members:
-        block_rows = member.group["block_rows"]
-        facts.append(f"{name_of(member.param)} of shape {tuple(member.param.shape)}, block_rows={block_rows}")
-    details = "\n".join(facts)
-
-    def explain(rank: int, ours: str, theirs: str) -> str:
-        pairs = zip_longest(ours.split("\n"), theirs.split("\n"), fillvalue="nothing")
-        first, second = next((a, b) for a, b in pairs if a != b)
-        return (
-            f"Muon: ranks differ in what they train: rank 0 has {first}, rank {rank} has {second}. Make the optimizer "
-            "with the same parameters, in the same order, on every rank. Nothing was changed"
-        )
-
-    meet(mesh.peers, "planning Muon's matrices", details, lambda _: "", details, explain)
-
-
-def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Orthogonalize the stacks that this rank owns."""
-    results: list[torch.Tensor] = [NOTHING] * len(stacks)
-    alike: dict[Any, list[int]] = {}
-    for n, (stack, content) in enumerate(zip(owned, stacks, strict=True)):
+def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor]) -> None:
+    """Orthogonalize the stacks that this rank owns, in place."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for stack, content in zip(owned, stacks, strict=True):
         group, shape = plan.members[stack.param].group, plan.members[stack.param].shape
         how = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
         if shape.spec is not None:
-            results[n] = _compute_cut(plan.members[stack.param], content, how)
+            content.copy_(_compute_cut(plan.members[stack.param], content, how))
         else:
-            alike.setdefault((content.shape[1:], how), []).append(n)
-    for ((rows, cols), how), numbers in alike.items():
-        if min(rows, cols) not in _SMALL:
-            for n in numbers:
-                results[n] = orthogonalize(stacks[n], *how)
-            continue
-        together = stacks[numbers[0]] if len(numbers) == 1 else torch.cat([stacks[n] for n in numbers])
-        done = orthogonalize(together, *how).split([stacks[n].size(0) for n in numbers])
-        for n, result in zip(numbers, done, strict=True):
-            results[n] = result
-    return results
+            alike.setdefault((content.shape[1:], how), []).append(content)
+    for ((rows, cols), how), contents in alike.items():
+        most = max(1, plan.most_together // (rows * cols)) if min(rows, cols) in SMALL else 1
+        chunks = [chunk for content in contents for chunk in content.split(most)]
+        for together in _packed(chunks, most):
+            given = together[0] if len(together) == 1 else torch.cat(together)
+            done = orthogonalize(given, *how)
+            foreach_copy_(together, [*done.split([chunk.size(0) for chunk in together])])
+
+
+def _packed(chunks: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Neighbours that have at most so many matrices together."""
+    packed: list[torch.Tensor] = []
+    for chunk in chunks:
+        if packed and sum([item.size(0) for item in packed]) + chunk.size(0) > most:
+            yield packed
+            packed = []
+        packed.append(chunk)
+    if packed:
+        yield packed
 
 
 def _compute_cut(member: Member, content: torch.Tensor, how: Any) -> torch.Tensor:
@@ -569,12 +650,17 @@ def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
             continue
         member = plan.members[i]
         local, group = local_of(member.param), member.group
-        whole = local.numel() == part.numel()  # it may have any strides
-        target = local if whole else local.view(-1)[start : start + part.numel()]
+        if local.is_contiguous():
+            target = local.view(-1)[start : start + part.numel()]
+        else:
+            target, part = local, part.view(local.shape)
         rate = _adjusted(float(group["lr"]), group["adjust_lr_fn"], member.shape.rows, member.shape.cols)
         targets, updates = alike.setdefault((id(group), rate, local.dtype), ([], []))
-        targets.append(target)
-        updates.append(part.view(local.shape).to(local.device) if whole else part.to(local.device))
+        part = part.to(local.device)
+        # On the CPU torch (2.13) converts all of a tensor before it adds it to one of another dtype.
+        most = plan.most_together if part.dtype != local.dtype and target.dim() == 1 else part.numel()
+        targets += target.split(most)
+        updates += part.split(most)
     groups = {id(member.group): member.group for member in plan.members}
     for (number, rate, _), (targets, updates) in alike.items():
         decay = 1 - float(groups[number]["lr"]) * groups[number]["weight_decay"]

@@ -25,6 +25,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.flat.shard_storage import host_copies
 from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.optim import Muon, muon_groups
 from tests.harness import distributed
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part
@@ -120,6 +121,15 @@ def inference(clocks: Clocks) -> None:
     steps(model, adamw(model.parameters()))
 
 
+def with_muon(clocks: Clocks, **options: Any) -> None:
+    """In several buckets, so that one is on its way while another is computed, and results come back."""
+    over_replicas = options.pop("over_replicas", False)
+    model = clocked(clocks, model_of(**options))
+    optimizer = Muon(muon_groups(model), bucket_bytes=1500, over_replicas=over_replicas)
+    assert optimizer.describe().num_collectives >= 4
+    steps(model, optimizer)
+
+
 PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "resharding": lambda clocks: plain(clocks),
     "no resharding": lambda clocks: plain(clocks, reshard_after_forward=False),
@@ -140,6 +150,8 @@ PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "functional": functional,
     "flat views": flat_views,
     "replicate": replicated,
+    "Muon": with_muon,
+    "Muon, hybrid": lambda clocks: with_muon(clocks, mesh=hybrid_mesh(), over_replicas=True),
     "exceptions": interrupted,
     "without gradients": inference,
 }
@@ -167,6 +179,7 @@ WAITS = {
     "wait_stream in to_host": ["offload"],
     "wait_event in to_host": ["offload"],
     "synchronize in synchronize": ["offload"],
+    "wait in _wait": ["Muon", "Muon, hybrid"],  # of the all-to-alls of a step, in either direction
 }
 
 
@@ -174,7 +187,7 @@ def is_for(program: str, world_size: int) -> bool:
     return world_size == (4 if "hybrid" in program or program == "parts" else 2)
 
 
-@distributed(world_size=(2, 4))
+@distributed(world_size=(2, 4), timeout=120)
 def test_everything_is_in_an_order(world_size):
     for program in PROGRAMS:
         if is_for(program, world_size):
@@ -183,7 +196,7 @@ def test_everything_is_in_an_order(world_size):
             assert clocks.waits <= {*WAITS}, clocks.waits - {*WAITS}
 
 
-@distributed(world_size=(2, 4))
+@distributed(world_size=(2, 4), timeout=120)
 def test_no_wait_can_be_left_out(world_size):
     found = {
         (wait, program): watch(program, wait).faults

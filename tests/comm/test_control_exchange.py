@@ -137,6 +137,12 @@ def test_rounds_beside_exchanges(world_size):
         assert met and carrier.num_whole == num_whole
         met = not exchanged(exchange) if rank else not carrier.make_round(3, memoryview(bytearray(world_size)))
         assert met and carrier.num_whole == num_whole
+        assert carrier.begin_step(9) == (True, True) and carrier.begin_step(9 + (rank == 1)) == (True, False)
+        met = not exchanged(exchange) if rank else carrier.begin_step(9) == (False, False)
+        assert met and carrier.num_whole == num_whole, "no start of a step is taken for an exchange"
+        for digest in (None, 9):
+            marks = memoryview(bytearray(world_size))
+            assert not carrier.make_round(digest, marks) if rank else carrier.begin_step(9) == (False, False)
         exchange.used[0] = 0
 
 

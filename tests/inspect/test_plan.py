@@ -420,6 +420,14 @@ def test_the_command_prints_all_facts_as_json(file: Path):
     assert {item["kind"] for item in world["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
+def test_the_command_plans_muon(file: Path):
+    options = "--world-size 2,4 --batch 2 --seq 8 --optimizer Muon --quiet"
+    status, out, err = command("--model", f"{file}:net", *options.split())
+    assert (status, err) == (0, "")
+    assert " muon; 2 x 8 tokens" in out and "all-to-alls" in out
+    assert re.search(r"\b2 ranks: Muon: \d+ matrices on 2 rank", out) and "matrices on 4 rank(s)" in out
+
+
 def test_a_module_is_found_in_the_current_folder(file: Path):
     arguments = ["--model", "factories:net", "--batch=2", "--seq=8", "--quiet"]
     run = [sys.executable, "-m", "fsdp_compose", "plan", *arguments]
@@ -440,7 +448,7 @@ def test_a_module_is_found_in_the_current_folder(file: Path):
         ("--model {file}:net --world-size 8,many", "--world-size 8,many: expected numbers of ranks"),
         ("--model {file}:net --world-size 0", "--world-size 0: expected numbers of ranks"),
         ("--model {file}:net --dtype int8", "--dtype int8: expected one of fp32, float32"),
-        ("--model {file}:net --optimizer Adamm", "--optimizer Adamm: expected none, or a class of torch.optim"),
+        ("--model {file}:net --optimizer Adamm", "--optimizer Adamm: expected none, muon, or a class of torch.optim"),
         ("--model {file}:net --set width", "--set width: expected name=value"),
         ("--model {file}:net --plot plan.gif", "--plot plan.gif: expected a name that ends in .png, .svg, .pdf"),
         ("--model {file}:net --plot no/such/plan.png", "there is no folder no/such"),

@@ -1,0 +1,107 @@
+"""All ranks begin a step of an optimizer together, and are about to do the same, or all raise before anything changed.
+
+For optimizers that send matrices from rank to rank. Costs one control exchange of 40 bytes a step (see ``comm``). Only
+if digests differ do ranks send what they are about to do, through the key-value store, to name the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from itertools import zip_longest
+
+import torch.distributed as dist
+
+from ..comm import Carrier, meet
+from ..errors import FSDPComposeError, RanksDifferError
+
+_FAILED = b"failed"
+_CHANGED = "Nothing was changed"
+WITH, WITHOUT = "with a gradient", "without a gradient"
+
+
+def agree_on_step(
+    what: str,
+    groups: Iterable[dist.ProcessGroup],
+    digest: bytes,
+    lines: Callable[[], Sequence[str]],
+    error: Exception | None,
+) -> None:
+    """Make sure that all ranks begin a step, and are about to do the same.
+
+    Ranks: all of ``groups``.
+
+    Args:
+        what: the call, for messages.
+        groups: process groups of more than one rank, in the same order on every rank.
+        digest: of what this rank is about to do.
+        lines: returns what that is, as lines of text, the same on every rank.
+        error: why this rank cannot step.
+
+    Raises:
+        RanksDifferError: on every rank, which names the first difference, or the rank that cannot step.
+        RankLostError: another rank died, or did not come.
+        Exception: ``error``, on this rank.
+    """
+    number = int.from_bytes(blake2b(digest if error is None else _FAILED, digest_size=8).digest(), "little")
+    for group in groups:
+        try:
+            are_all_here, is_same = Carrier.of(group).begin_step(number)
+        except FSDPComposeError as lost:
+            raise type(lost)(f"{what}: {lost}. {_CHANGED}") from None
+        if not is_same:
+            _explain(what, group, lines() if error is None else [], error, are_all_here)
+    if error is not None:
+        raise error
+
+
+def _explain(
+    what: str, group: dist.ProcessGroup, lines: Sequence[str], error: Exception | None, are_all_here: bool
+) -> None:
+    """Raise, on every rank. Ranks: all, which know that they differ."""
+    problem = "" if error is None else f"{type(error).__name__}: {error}".replace("\n", " ")
+    if not are_all_here:
+        # The others compare their collectives: what they tell, and what they are told, are entries with meanings.
+        _compare_collectives(what, group)
+    details = "\n".join([problem, *lines])
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        (problem, *mine), (other_problem, *others) = ours.split("\n"), theirs.split("\n")
+        if problem or other_problem:
+            which, why = (0, problem) if problem else (rank, other_problem)
+            return f"{what}: rank {which} cannot step, so no rank does: {why}. {_CHANGED}"
+        first, second = next(pair for pair in zip_longest(mine, others, fillvalue="nothing") if pair[0] != pair[1])
+        return (
+            f"{what}: ranks differ in what they train: rank 0 has {first}, rank {rank} has {second}. "
+            f"{_remedy(first, second)}. {_CHANGED}"
+        )
+
+    try:
+        meet(group, f"comparing what ranks train in {what}", details, lambda _: "", details, explain)
+    except RanksDifferError:
+        if error is not None:
+            raise error from None
+        raise
+    raise RanksDifferError(f"{what}: ranks differ in what they train. {_CHANGED}")
+
+
+def _remedy(first: str, second: str) -> str:
+    if first.removesuffix(WITH).removesuffix(WITHOUT) == second.removesuffix(WITH).removesuffix(WITHOUT):
+        return (
+            "A backward gives all ranks gradients for the same parameters: do not set .grad to None, or to a tensor, "
+            "on some ranks only"
+        )
+    return "Make the optimizer with the same parameters and options, in the same order, on every rank"
+
+
+def _compare_collectives(what: str, group: dist.ProcessGroup) -> None:
+    """Raise, on every rank. Ranks: all, of which some are in another exchange (``runtime/agreement``)."""
+    place = f"the start of {what}"
+
+    def explain(rank: int, _: str, theirs: str) -> str:
+        there = theirs.split("\n")[-1].partition("\t")[2].replace("\t", " of ")
+        return f"{what}: rank 0 is at {place}, rank {rank} at {there}. {_CHANGED} by this step. {_TOGETHER}"
+
+    meet(group, "comparing collectives", f"{place}\t{place}", lambda _: "", f"{place}\t{place}", explain)
+
+
+_TOGETHER = "All ranks must decide together whether to step, by all-reducing a flag"
