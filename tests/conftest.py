@@ -74,18 +74,18 @@ OF_TORCH = ("checkpoint", "parity", "drop_in", "private_torch", "requirements", 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sixth", type=int, help="0 to 5: of the tests that depend on torch least, this sixth alone")
+    parser.addoption("--tenth", type=int, help="0 to 9: of the tests that depend on torch least, this tenth alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    sixth = config.getoption("--sixth")
-    if sixth is not None:
-        left = [item for item in items if not _is_in_sixth(item, sixth)]
+    tenth = config.getoption("--tenth")
+    if tenth is not None:
+        left = [item for item in items if not _is_in_tenth(item, tenth)]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
     place = {f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
-def _is_in_sixth(item: pytest.Item, sixth: int) -> bool:
-    return any(word in item.path.name for word in OF_TORCH) or zlib.crc32(item.nodeid.encode()) % 6 == sixth
+def _is_in_tenth(item: pytest.Item, tenth: int) -> bool:
+    return any(word in item.path.name for word in OF_TORCH) or zlib.crc32(item.nodeid.encode()) % 10 == tenth
