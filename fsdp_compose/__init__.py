@@ -61,7 +61,7 @@ from .inspect import (
     record_collectives,
     trace,
 )
-from .optim import clip_grad_norm_, declare_elementwise, flat_parameters, offload_optimizer_states
+from .optim import clip_grad_norm_, declare_blockwise, declare_elementwise, flat_parameters, offload_optimizer_states
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
 from .sync import full_parameters
@@ -87,6 +87,7 @@ __all__ = [
     "broadcast_replicas",
     "clip_grad_norm_",
     "compile",
+    "declare_blockwise",
     "declare_elementwise",
     "describe",
     "distribute_ragged",

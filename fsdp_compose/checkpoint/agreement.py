@@ -213,7 +213,8 @@ def _differences(brought: list[dict[str, str]]) -> str:
         lines.append(f"{len(found) - _MAX_VALUES} more")
     return (
         "plain tensors or numbers in the state of an optimizer differ from rank to rank, but only one rank's would be "
-        f"saved: {'; '.join(lines)}. Make them equal on all ranks, let the optimizer keep DTensors, or take them out "
+        f"saved: {'; '.join(lines)}. Make them equal on all ranks, let the optimizer keep DTensors (see "
+        "optim.zeros_per_block), or take them out "
         "of its state and save them under keys that contain the rank. Nothing was saved"
     )
 

@@ -33,9 +33,11 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import dtensor_spec, group_device_types, local_tensor
 from ..comm import forget_for, kept_for, known_for, maximum_of_all_ranks
 from ..errors import MisuseRuntimeError
-from ..optim import elementwise_classes
-from ..ragged import RaggedDTensor, known_as
+from ..flat import local_of
+from ..optim import Matrixwise, block_of, elementwise_classes, num_blocks, zeros_per_block
+from ..ragged import RaggedDTensor, known_as, with_local
 
+_NUM_QUANTIZED = 8192  # elements
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes of a tiny tensor's dimensions, all different
 
 
@@ -46,17 +48,21 @@ class StateKind:
     Attributes:
         dims: for each dimension, whether it has the parameter's size; the others have size 1. ``None``: a scalar.
         dtype, device: dtype and device of the state.
+        block: it has one number for each block of so many elements, and ``dims`` says nothing.
     """
 
     dims: tuple[bool, ...] | None
     dtype: torch.dtype
     device: torch.device
+    block: int | None = None
 
     @property
     def is_like_parameter(self) -> bool:
-        return self.dims is not None and all(self.dims)
+        return self.block is None and self.dims is not None and all(self.dims)
 
     def shape(self, param_shape: torch.Size) -> tuple[int, ...]:
+        if self.block is not None:
+            return (num_blocks(param_shape.numel(), self.block),)
         if self.dims is None:
             return ()
         if not param_shape:  # the tiny tensor was a vector
@@ -79,6 +85,32 @@ def templates_of(optimizer: Optimizer, hyperparameters: Mapping[str, Any]) -> Ca
     return lambda param: of_kind(max(param.dim(), 1), param.dtype, param.device)
 
 
+PlaceState = Callable[[str, Sequence[Any], torch.Size, torch.dtype], "torch.Tensor | None"]
+"""Returns a tensor that is placed as an optimizer keeps a part of its state, from the FQN of a parameter, the path in
+its state, and the shape and dtype of the saved value; ``None``: not known."""
+
+
+def placed_by(
+    optimizer: Optimizer, param: torch.Tensor, path: Sequence[Any], shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Ask an optimizer how state lies that is not shaped like its parameter: an uninitialized tensor that is placed so,
+    or ``None`` if it does not say. ``path``: its name, and its path in lists and dicts."""
+    place_state = getattr(optimizer, "place_state", None)
+    placed = place_state(param, ".".join(map(str, path)), tuple(shape), dtype) if callable(place_state) else None
+    if placed is None:
+        return None
+    if not isinstance(placed, torch.Tensor) or placed.shape != torch.Size(shape):
+        raise MisuseRuntimeError(
+            f"{type(optimizer).__name__}.place_state() returned {_in_short(placed)} for "
+            f"{'.'.join(map(str, path))}: expected a tensor of shape {tuple(shape)}, or None"
+        )
+    return placed.to(dtype) if placed.dtype != dtype else placed
+
+
+def _in_short(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
 def _same_random_numbers(device: torch.device) -> Any:
     """Return a context that restores the random number generators at its end."""
     if device.type == "cpu":
@@ -87,27 +119,40 @@ def _same_random_numbers(device: torch.device) -> Any:
 
 
 def _step_is_known(optimizer: Optimizer) -> bool:
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        return False  # LBFGS needs a closure, SparseAdam sparse gradients
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam, Matrixwise)):
+        return False  # LBFGS needs a closure, SparseAdam sparse gradients; Matrixwise steps an optimizer of the user's
     definer = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
     is_known = f"{definer.__module__}.".startswith(("torch.optim.", "fsdp_compose.optim."))
-    return is_known or definer in elementwise_classes
+    return is_known or definer in elementwise_classes or block_of(optimizer) is not None
 
 
 def _try_step(
     optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype, device: torch.device
 ) -> Template:
     real = torch.device("cpu") if device.type == "meta" else device
-    param = torch.zeros(
-        _SIZES[:ndim], dtype=dtype, device=real, requires_grad=dtype.is_floating_point or dtype.is_complex
-    )
+    block = block_of(optimizer)
+    shape = _SIZES[:ndim]
+    if block is not None:  # such optimizers quantize only tensors of whole blocks that are large enough
+        shape = (*shape[:-1], block * (_NUM_QUANTIZED // block + 1))
+    param = torch.zeros(shape, dtype=dtype, device=real, requires_grad=dtype.is_floating_point or dtype.is_complex)
     if not param.requires_grad:
         return {}
+    state = state_after_step(optimizer, group, param)
+    tensors = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+    kinds = {key: _kind(value, param, block) for key, value in tensors}
+    return {key: kind for key, kind in kinds.items() if kind is not None}
+
+
+def state_after_step(optimizer: Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
+    """Return the state that a copy of the optimizer keeps after a step of a plain parameter like ``like``, with zeros
+    as elements and gradient; empty, with a warning, if that raises."""
+    param = torch.zeros_like(like, requires_grad=True)
     param.grad = torch.zeros_like(param)
     # A step of the optimizer itself with zero gradients, which is torch's way, would change momenta and counts.
     twin = _stand_in(optimizer, group, param)
     try:
-        with torch.inference_mode(False), torch.no_grad(), _same_random_numbers(real):
+        eager = torch.compiler.set_stance("force_eager")  # some compile their steps, which takes seconds
+        with eager, torch.inference_mode(False), torch.no_grad(), _same_random_numbers(param.device):
             unwrap(type(optimizer).step)(twin)
     except Exception as error:
         warnings.warn(
@@ -116,8 +161,7 @@ def _try_step(
             "torch.distributed.checkpoint.load() does not load it: take a step before loading"
         )
         return {}
-    kinds = {key: _kind(value, param) for key, value in twin.state[param].items() if isinstance(value, torch.Tensor)}
-    return {key: kind for key, kind in kinds.items() if kind is not None}
+    return twin.state[param]
 
 
 def _stand_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> Optimizer:
@@ -145,7 +189,9 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _kind(value: torch.Tensor, param: torch.Tensor) -> StateKind | None:
+def _kind(value: torch.Tensor, param: torch.Tensor, block: int | None) -> StateKind | None:
+    if block is not None and value.shape == (num_blocks(param.numel(), block),):
+        return StateKind((), value.dtype, value.device, block)
     if not value.dim():
         return StateKind(None, value.dtype, value.device)
     if value.dim() != param.dim() or any(a not in (b, 1) for a, b in zip(value.shape, param.shape, strict=True)):
@@ -242,6 +288,8 @@ def _pending(param: torch.Tensor, kind: StateKind, optimizer: Optimizer | None) 
 
 def _memory(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
     device = kind.device
+    if kind.block is not None:
+        return local_of(zeros_per_block(param, kind.block, kind.dtype))
     if not kind.is_like_parameter:
         return torch.zeros(kind.shape(param.shape), dtype=kind.dtype, device=device)
     local = local_tensor(param) if isinstance(param, DTensor) else param
@@ -251,6 +299,10 @@ def _memory(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
 def _allocate(param: torch.Tensor, kind: StateKind, memory: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor) or kind.dims is None:
         return memory.view(memory.shape)
+    if kind.block is not None:
+        placed = zeros_per_block(param, kind.block, kind.dtype)
+        assert isinstance(placed, RaggedDTensor)  # parameters, but for flat views, are that or plain
+        return with_local(placed, memory)
     if isinstance(param, RaggedDTensor) and kind.is_like_parameter:
         return RaggedDTensor(memory, param._spec.with_dtype(kind.dtype))
     spec = dtensor_spec(param)

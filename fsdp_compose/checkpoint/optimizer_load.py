@@ -12,16 +12,40 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
-from .._torch import loads_as_torch
+from .._torch import is_wrapper, loads_as_torch
+from ..flat import local_of
+from ..optim import block_of
+from ..ragged import RaggedDTensor
 from .agreement import list_problems
 from .fqns import ModelNames, Path, leaves_of, map_leaves, own_method
 from .gathering import Key, same_elements
 from .model_state import StateDictOptions
-from .optimizer_init import Template, is_pending, pending_state, take, templates_of
-from .optimizer_state import GROUPS, PARAMS, STATE, Trained, TrainedBy, TrainedGroup, conflict_of, pack_flat
+from .optimizer_init import (
+    PlaceState,
+    StateKind,
+    Template,
+    is_pending,
+    pending_state,
+    placed_by,
+    state_after_step,
+    take,
+    templates_of,
+)
+from .optimizer_state import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    Trained,
+    TrainedBy,
+    TrainedGroup,
+    conflict_of,
+    pack_flat,
+    trained_by,
+)
 from .resharding import Described, Sender, Target, fact_of, fetch
 
 # ---- Targets: where each tensor of an optimizer's state goes, even inside lists and dicts.
@@ -39,32 +63,44 @@ class StateTargets:
         self._by, self._param, self._template = by, param, template
         self._present: Mapping[Path, Any] = dict(leaves_of(by.state_of(param)))
 
+    def _kind(self, path: Path) -> StateKind | None:
+        """The kind of the state at ``path``, if it is known; it may be nested (bitsandbytes saves it so)."""
+        is_nested = len(path) > 1 and block_of(self._by.optimizer) is None
+        return None if is_nested else self._template.get(path[-1])
+
     def expected_shape(self, path: Path) -> tuple[int, ...] | None:
         """Return the shape required for the state at ``path`` (its name, and its path in lists and dicts); ``None``:
         any."""
-        if path[0] in self._template and len(path) == 1:
-            return self._template[path[0]].shape(self._param.tensor.shape)
+        kind = self._kind(path)
+        if kind is not None:
+            return kind.shape(self._param.tensor.shape)
         known = self._present.get(path)
         return tuple(known.shape) if isinstance(known, torch.Tensor) and len(path) == 1 else None
 
     def dtype(self, path: Path, value: torch.Tensor | Described) -> torch.dtype:
         """Return the dtype in which the optimizer keeps ``value``; the dtype of ``value``, if that is not known."""
-        if path[0] in self._template and len(path) == 1:
-            return self._template[path[0]].dtype
+        if block_of(self._by.optimizer) is not None:
+            return value.dtype  # which it quantizes or not, by the size of what a rank has
+        kind = self._kind(path)
+        if kind is not None:
+            return kind.dtype
         known = self._present.get(path)
         return known.dtype if isinstance(known, torch.Tensor) else value.dtype
 
     def of(self, path: Path, value: torch.Tensor | Described) -> Target:
         """Return the target of ``value``, which has the expected shape."""
         param, known = self._param, self._present.get(path)
-        kind = self._template.get(path[0]) if len(path) == 1 else None
+        kind = self._kind(path)
         is_like = kind.is_like_parameter if kind is not None else tuple(value.shape) == tuple(param.tensor.shape)
         if isinstance(known, torch.Tensor) and tuple(known.shape) == tuple(value.shape):
             return Target(known, param.place if is_like else None)
+        placed = placed_by(self._by.optimizer, param.tensor, path, value.shape, value.dtype)
+        if placed is not None:
+            return Target(placed)
         if is_like and path[-1] != "step":  # of a 0-dim parameter
             return param.target
         if kind is not None:
-            return Target(pending_state(param.tensor, {path[0]: kind})[path[0]])
+            return Target(pending_state(param.tensor, {path[-1]: kind})[path[-1]])
         mesh = param.tensor.device_mesh if isinstance(param.tensor, DTensor) else None
         if isinstance(value, DTensor) and value.device_mesh == mesh:
             return Target(value)
@@ -75,9 +111,25 @@ class StateTargets:
         return plain_target(value, param.target.device)
 
 
+def state_placer(model: nn.Module, optimizers: Sequence[Optimizer]) -> PlaceState:
+    """Return a function that asks the optimizer of a parameter how state lies that it does not have yet."""
+    trained = trained_by(optimizers, ModelNames(model), keep_foreign=True)
+    params = {
+        param.fqn: (by.optimizer, param.tensor) for by in trained for group in by.groups for param in group.params
+    }
+
+    def place(fqn: str, path: Sequence[Any], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if fqn not in params else placed_by(*params[fqn], path, shape, dtype)
+
+    return place
+
+
 def plain_target(value: torch.Tensor | Described, device: torch.device) -> Target:
     """Return the target of a whole tensor; numbers stay on the CPU."""
     return Target(torch.empty(value.shape, dtype=value.dtype, device=device if len(value.shape) else "cpu"))
+
+
+_NOTHING = torch.empty(0)
 
 
 # ---- The plan
@@ -231,7 +283,8 @@ def _plan_param(
         return []
     plan.state[param.fqn] = dict(entries)
     known, problems = StateTargets(by, param, template), []
-    lacking = [key for key in template if key not in entries]
+    found = [path[-1] for path, _ in leaves_of(dict(entries))] if block_of(by.optimizer) is not None else entries
+    lacking = [key for key in template if key not in found]
     if lacking and options.strict:
         problems.append(
             f"state of {param.fqn}: expected {', '.join(template)}, which {type(by.optimizer).__name__} keeps; found "
@@ -324,6 +377,23 @@ def commit_optimizers(plan: OptimizerPlan, packed: Sequence[dict[str, Any]]) -> 
         own_method(by.optimizer, "load_state_dict")(state)
         if loads_as_torch(by.optimizer):
             _keep_dtypes(by.optimizer, state)
+        if block_of(by.optimizer) is not None:
+            _quantize(by.optimizer)
+
+
+def _quantize(optimizer: Optimizer) -> None:
+    """Give state the classes in which a block-wise optimizer keeps it, such as torchao's, which hold codes and scales.
+    Checkpoints have their values, so they are rounded once more."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            entries = optimizer.state.get(param, {})
+            exact = [key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()]
+            made = state_after_step(optimizer, group, local_of(param)) if exact else {}
+            for key in exact:
+                kept, value = made.get(key, _NOTHING), entries[key]
+                if is_wrapper(kept) and not is_wrapper(local_of(value)) and kept.shape == local_of(value).shape:
+                    kept.copy_(local_of(value))
+                    entries[key] = RaggedDTensor(kept, value._spec) if isinstance(value, RaggedDTensor) else kept
 
 
 def _keep_dtypes(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:

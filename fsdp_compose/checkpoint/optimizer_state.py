@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer
 from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, FlatSegment, handle_of_segment, local_of
 from ..group import rebind_optimizer
-from ..ragged import RaggedDTensor
+from ..optim import block_of, num_blocks, zeros_per_block
+from ..ragged import RaggedDTensor, with_local
 from .fqns import ModelNames, Path, Place, leaves_of, map_leaves, own_method
 from .gathering import Key
 from .model_state import StateDictOptions
@@ -40,30 +41,51 @@ def is_shared_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class FlatView:
-    """A flat view that an optimizer trains."""
+    """A flat view that an optimizer trains.
+
+    Attributes:
+        blocks: of an optimizer that was declared block-wise, by name, the state that has one number for each block of
+            so many elements.
+    """
 
     handle: FlatParamHandle
     segment: FlatSegment
+    blocks: Mapping[str, int]
 
-    def part(self, state: torch.Tensor, index: int) -> torch.Tensor:
+    def part(self, name: str, state: torch.Tensor, index: int) -> torch.Tensor:
         """Return the state of one parameter, a view of the flat view's state."""
         start, stop, shape = self.handle.local_shards[index]
-        local = local_of(state.detach())[start - self.segment.start : stop - self.segment.start].view(shape)
+        first, last = start - self.segment.start, stop - self.segment.start
         sharded: Any = self.handle.sharded_params[index]
+        if name in self.blocks:
+            placed: Any = zeros_per_block(sharded, self.blocks[name], state.dtype)
+            return with_local(placed, local_of(state.detach())[_blocks(self.blocks[name], first, last)])
+        local = local_of(state.detach())[first:last].view(shape)
         return RaggedDTensor(local, sharded._spec.with_dtype(state.dtype))
 
     def is_elementwise(self, state: Any) -> bool:
         """Whether ``state`` holds one number for each element."""
         return isinstance(state, torch.Tensor) and state.dim() == 1 and state.shape == self.segment.parameter.shape
 
-    def join(self, parts: dict[int, torch.Tensor]) -> torch.Tensor:
+    def join(self, name: str, parts: dict[int, torch.Tensor]) -> torch.Tensor:
         """Build the state of the flat view from that of its parameters; zero where a parameter has none."""
         segment, first = self.segment, next(iter(parts.values()))
+        if name in self.blocks:
+            whole = zeros_per_block(segment.parameter, self.blocks[name], first.dtype)
+            for index, part in parts.items():
+                start, stop, _ = self.handle.local_shards[index]
+                blocks = _blocks(self.blocks[name], start - segment.start, stop - segment.start)
+                local_of(whole)[blocks].copy_(local_of(part))
+            return whole
         local = torch.zeros(segment.stop - segment.start, dtype=first.dtype, device=self.handle.shard.device)
         for index, part in parts.items():
             start, stop, shape = self.handle.local_shards[index]
             local[start - segment.start : stop - segment.start].view(shape).copy_(local_of(part))
         return segment.placed(local)
+
+
+def _blocks(block: int, start: int, stop: int) -> slice:
+    return slice(num_blocks(start, block), num_blocks(stop, block))
 
 
 @dataclass(frozen=True)
@@ -132,7 +154,7 @@ class TrainedBy:
         for number, (group, packed) in enumerate(zip(optimizer.param_groups, self.packed["param_groups"], strict=True)):
             params: list[Trained] = []
             for i, (param, index) in enumerate(zip(group["params"], packed["params"], strict=True)):
-                found = [*_parts(param, index, names)]
+                found = [*_parts(param, index, names, _blocks_in(optimizer, group, param))]
                 if not found and keep_foreign:
                     found = [Trained(f"param_groups.{number}.params.{i}", index, param, None, None)]
                 if not found:
@@ -178,15 +200,24 @@ class TrainedBy:
             return dict(state)
         flat, index = param.flat, param.place[1]
 
-        def part(_: Any, value: Any) -> Any:
-            if flat.is_elementwise(value):
-                return flat.part(value, index)
+        def part(path: Path, value: Any) -> Any:
+            if path[-1] in flat.blocks or flat.is_elementwise(value):
+                return flat.part(path[-1], value, index)
             return value.clone() if isinstance(value, torch.Tensor) else value
 
-        return {key: map_leaves(part, value) for key, value in state.items()}
+        result: dict[str, Any] = map_leaves(part, dict(state))
+        return result
 
 
-def _parts(param: torch.Tensor, number: int, names: ModelNames) -> Iterator[Trained]:
+def _blocks_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, int]:
+    """By name, the state of a flat view that has one number for each block, and the size of a block."""
+    if block_of(optimizer) is None or handle_of_segment(param) is None:
+        return {}
+    template = templates_of(optimizer, group)(param)
+    return {name: kind.block for name, kind in template.items() if kind.block is not None}
+
+
+def _parts(param: torch.Tensor, number: int, names: ModelNames, blocks: Mapping[str, int]) -> Iterator[Trained]:
     """Yield the model's parameters in one of the optimizer's parameters."""
     handle = handle_of_segment(param)
     if handle is None:
@@ -198,7 +229,7 @@ def _parts(param: torch.Tensor, number: int, names: ModelNames) -> Iterator[Trai
     for index in segment.sharded_params:
         sharded = handle.sharded_params[index]
         for fqn in names.names_of(sharded)[:1]:
-            yield Trained(fqn, number, sharded, (handle, index), FlatView(handle, segment))
+            yield Trained(fqn, number, sharded, (handle, index), FlatView(handle, segment, blocks))
 
 
 def _text_of_foreign(optimizer: str, group: int, index: int, values: dict[str, Any]) -> str:
@@ -308,8 +339,8 @@ def pack_flat(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]])
 
     def join(path: Path, value: Any) -> Any:
         parts = {param.place[1]: leaves[fqn][path] for fqn, param in having.items() if param.place is not None}
-        if isinstance(value, torch.Tensor) and not _is_number(path, parts):
-            return flat.join(parts)
+        if path[-1] in flat.blocks or (isinstance(value, torch.Tensor) and not _is_number(path, parts)):
+            return flat.join(path[-1], parts)
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     packed: dict[str, Any] = map_leaves(join, dict(state[next(iter(having))]))

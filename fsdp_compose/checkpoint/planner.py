@@ -28,7 +28,7 @@ from ..errors import MisuseError
 from ..ragged import CompositeDTensor
 from .fqns import Path
 from .gathering import digests_of, says_what_it_holds
-from .optimizer_init import StateKind, pending_state
+from .optimizer_init import PlaceState, StateKind, pending_state
 from .optimizer_state import GROUPS, PARAMS, STATE, is_flattened, is_shared_name, longest_prefix
 
 # ---- Checking that the ranks' chunks make up whole tensors, by sorting intervals instead of comparing boxes.
@@ -102,11 +102,15 @@ class LoadPlanner(DefaultLoadPlanner):
     Args:
         allow_pickle: unpickle values other than tensors and plain containers, as torch's own planner does. That can run
             any code (and so can ``torch.distributed.checkpoint.load`` itself, before it calls a planner).
+        place_state: returns a tensor to load a part of an optimizer's state into that the optimizer does not have yet,
+            from the FQN of the parameter, the path in its state, shape and dtype; ``None``: not known.
     """
 
-    def __init__(self, *arguments: Any, allow_pickle: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, allow_pickle: bool = True, place_state: PlaceState | None = None, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self.allow_pickle = allow_pickle
+        self.allow_pickle, self._place_state = allow_pickle, place_state
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if self.allow_pickle:
@@ -125,7 +129,7 @@ class LoadPlanner(DefaultLoadPlanner):
         tensors = [*_tensors(state_dict, ())]
         with torch.inference_mode(False):  # optimizers will write to loaded tensors
             for path, optimizer in _optimizer_dicts(state_dict, ()):
-                _follow(optimizer, _Saved(metadata, path, tensors))
+                _follow(optimizer, _Saved(metadata, path, tensors, self._place_state))
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
@@ -196,8 +200,13 @@ class _Saved:
     """
 
     def __init__(
-        self, metadata: Metadata, path: tuple[str, ...], tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]]
+        self,
+        metadata: Metadata,
+        path: tuple[str, ...],
+        tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]],
+        place_state: PlaceState | None,
     ) -> None:
+        self._place_state = place_state
         self._metadata, self.tensors, self.name = metadata, _by_name(tensors, path), ".".join(path)
         prefix = "".join(f"{part}." for part in path)
         paths = {
@@ -227,6 +236,10 @@ class _Saved:
         saved = self._metadata.state_dict_metadata[key]
         if isinstance(present, torch.Tensor) or (present is not None and not isinstance(saved, TensorStorageMetadata)):
             return present
+        if isinstance(saved, TensorStorageMetadata) and self._place_state is not None:
+            placed = self._place_state(fqn, rest, saved.size, saved.properties.dtype)
+            if placed is not None:
+                return placed
         if not isinstance(saved, TensorStorageMetadata) or not saved.size:
             return self.place(key)
         known = [tensor for tensor in (self.tensors.get(fqn), *entries.values()) if isinstance(tensor, torch.Tensor)]

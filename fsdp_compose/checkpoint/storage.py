@@ -60,6 +60,7 @@ from .folders import (
     understood,
 )
 from .gathering import empty_on
+from .optimizer_load import state_placer
 from .optimizer_state import Optimizers
 from .planner import (
     LoadPlanner,
@@ -481,6 +482,7 @@ def resume(
     trained = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
     of_model, of_optimizers = get_state_dict(model, trained)
     state = {"model": of_model, "optimizer": of_optimizers, **others}
-    load(state, folder, process_group=process_group)
+    planner = LoadPlanner(allow_pickle=False, place_state=state_placer(model, trained))
+    load(state, folder, process_group=process_group, planner=planner)
     set_state_dict(model, trained, model_state_dict=state.pop("model"), optim_state_dict=state.pop("optimizer"))
     return state

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import MisuseError
-from ..optim import MuonReport
+from ..optim import MatricesReport
 from .describe_formats import ModelFacts
 from .report import Report, Section, as_text, bytes_of
 
@@ -117,7 +117,7 @@ class WorldFacts:
         recomputes: whether backward recomputed forwards.
         unreduced: trainable parameters whose gradients are not averaged, with reasons.
         computed: operations that had to run because torch cannot infer their output shapes.
-        step: what the optimizer says of a step, if it is ``Muon``.
+        step: what the optimizer says of a step, if it is ``Muon`` or ``Matrixwise``.
     """
 
     world_size: int
@@ -128,7 +128,7 @@ class WorldFacts:
     recomputes: bool
     unreduced: tuple[str, ...]
     computed: tuple[str, ...]
-    step: MuonReport | None = None
+    step: MatricesReport | None = None
     advice: tuple[Advice, ...] = ()
 
     @cached_property

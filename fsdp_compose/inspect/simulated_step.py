@@ -34,7 +34,7 @@ from .._torch import (
 from ..comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE_SCATTER, Label, Transport, Work
 from ..errors import MisuseError, MisuseRuntimeError
 from ..group import states_to_run
-from ..optim import report_of_step
+from ..optim import Matrixwise, Muon
 from .describe import collect
 from .diagnose import find_unreduced_parameters
 from .plan_report import (
@@ -543,7 +543,7 @@ class _Simulation:
             recomputes=recomputes,
             unreduced=unreduced,
             computed=tuple(sorted(self._mode.computed)),
-            step=None if optimizer is None else report_of_step(optimizer),
+            step=optimizer.describe() if isinstance(optimizer, (Muon, Matrixwise)) else None,
         )
 
     def _materialize(self, model: nn.Module) -> None:

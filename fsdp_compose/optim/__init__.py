@@ -11,14 +11,19 @@ element-wise; the hook after raises the shard's version.
 view. Otherwise it goes tensor by tensor, with one collective too. Padding is zero, so norms do not see it.
 """
 
+from .blockwise import block_of as block_of
+from .blockwise import num_blocks as num_blocks
+from .blockwise import whole_matrices as whole_matrices
+from .blockwise import zeros_per_block as zeros_per_block
 from .clip_grad import clip_grad_norm_ as clip_grad_norm_
+from .flat_parameters import declare_blockwise as declare_blockwise
 from .flat_parameters import declare_elementwise as declare_elementwise
 from .flat_parameters import elementwise_classes as elementwise_classes
 from .flat_parameters import flat_parameters as flat_parameters
 from .matrices import OwnersByParam as OwnersByParam
 from .matrices import owners_by_param as owners_by_param
+from .matrix_report import MatricesReport as MatricesReport
+from .matrixwise import Matrixwise as Matrixwise
 from .muon import Muon as Muon
-from .muon import MuonReport as MuonReport
 from .muon import muon_groups as muon_groups
-from .muon import report_of_step as report_of_step
 from .state_offload import offload_optimizer_states as offload_optimizer_states

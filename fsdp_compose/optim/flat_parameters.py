@@ -7,7 +7,7 @@ next backward. The start of this file decides which optimizers treat every eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -27,6 +27,8 @@ from ..flat import (
 )
 from ..group import _get_fsdp_states, after_every_step, before_every_step
 from ..ragged import note_write_of_all_ranks
+from .blockwise import block_of, check_blockwise, record_blockwise, refuse_divided_blocks
+from .matrixwise import Matrixwise
 from .muon import Muon
 
 # ---- Optimizers that treat every element alike: only these may train flat views.
@@ -43,6 +45,7 @@ _REFUSED: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "it keeps averages of the rows and columns of each parameter",
     torch.optim.Muon: "it orthogonalizes each parameter as a matrix",
     Muon: "it orthogonalizes each parameter as a matrix",
+    Matrixwise: "it steps an optimizer on each parameter as a matrix",
     torch.optim.LBFGS: "it gathers the whole gradient and its history on every rank, so flat views gain nothing, "
     "and its inner products are wrong on local tensors",
     torch.optim.SparseAdam: "it takes sparse gradients only",
@@ -82,13 +85,44 @@ def declare_elementwise(optimizer: _Class) -> _Class:
     """
     if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
         raise MisuseTypeError(f"declare_elementwise(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
-    for refused, reason in _REFUSED.items():
-        if issubclass(optimizer, refused):
-            raise MisuseError(
-                f"declare_elementwise({optimizer.__name__}): {refused.__name__} is not element-wise: {reason}"
-            )
+    _refuse_known(optimizer, "declare_elementwise", "element-wise")
     elementwise_classes.append(optimizer)
     return optimizer
+
+
+def declare_blockwise(optimizer: _Class, block: int = 256) -> _Class:
+    """Declare that an optimizer class and its subclasses treat every block of so many elements alike, as those that
+    quantize their state do (8-bit Adam): how they update an element depends only on gradients and state of its block.
+
+    Such an optimizer trains sharded parameters, and flat views, without communication and with the bits of one process,
+    if no shard boundary lies inside a block: shard with ``granularity=lambda fqn, param: block``. Its steps raise
+    otherwise. State with one number for each block (scales) must be made by ``optim.zeros_per_block``, so that
+    checkpoints have it for any number of ranks.
+
+    Ranks: no communication.
+
+    Args:
+        optimizer: a subclass of ``torch.optim.Optimizer``.
+        block: elements of a block, counted from the start of each parameter.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        TypeError: ``optimizer`` is not such a class.
+        ValueError: ``block`` is not a number of elements, or the class is known to need whole matrices.
+    """
+    check_blockwise(optimizer, block)
+    _refuse_known(optimizer, "declare_blockwise", "block-wise")
+    record_blockwise(optimizer, block)
+    _add_hooks()  # whose checks are also for sharded parameters
+    return optimizer
+
+
+def _refuse_known(optimizer: type[Optimizer], call: str, kind: str) -> None:
+    for refused, reason in _REFUSED.items():
+        if issubclass(optimizer, refused):
+            raise MisuseError(f"{call}({optimizer.__name__}): {refused.__name__} is not {kind}: {reason}")
 
 
 _FLAT = "train flat_parameters()"
@@ -97,6 +131,8 @@ _FLAT = "train flat_parameters()"
 def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
     """Raise TypeError if an optimizer is not known to treat every element alike, as it must to do ``what``."""
     if isinstance(optimizer, tuple(elementwise_classes)):
+        return
+    if what == _FLAT and block_of(optimizer) is not None:
         return
     kind = type(optimizer)
     remedy = "Give it the sharded parameters themselves: model.parameters()"
@@ -114,11 +150,31 @@ def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
             raise MisuseTypeError(f"{kind.__name__} cannot {what}: {reason}. {remedy}")
+    if _names_any(kind, _MATRICES):
+        raise MisuseTypeError(
+            f"{kind.__name__} cannot {what}: by its name, it computes with whole matrices. {remedy}, to "
+            f"fsdp_compose.optim.Muon or to fsdp_compose.optim.Matrixwise(params, {kind.__name__})"
+        )
+    if _names_any(kind, _QUANTIZED):
+        raise MisuseTypeError(
+            f"{kind.__name__} was asked to {what}. By its name, it quantizes its state in blocks: if it does, and "
+            f"treats every block alike, declare it with fsdp_compose.declare_blockwise({kind.__name__}, block=256). "
+            f"{remedy}"
+        )
     raise MisuseTypeError(
         f"{kind.__name__} was asked to {what}, but is not known to treat every element alike: if its updates "
         "do not depend on the shapes or norms of parameters, declare it with "
         f"fsdp_compose.declare_elementwise({kind.__name__}). {remedy}"
     )
+
+
+# For messages alone: what an optimizer that nobody has declared may be, by parts of its name.
+_MATRICES = ("dion", "kron", "muon", "shampoo", "soap", "splus")
+_QUANTIZED = ("4bit", "8bit", "fp8")
+
+
+def _names_any(kind: type[Optimizer], parts: Sequence[str]) -> bool:
+    return any([part in kind.__name__.lower() for part in parts])
 
 
 # ---- The flat views of a model's parameters
@@ -280,6 +336,11 @@ def _handles_of(optimizer: Optimizer) -> set[FlatParamHandle]:
 
 
 def _before_step(optimizer: Optimizer) -> None:
+    block = block_of(optimizer)
+    if block is not None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                refuse_divided_blocks(param, block, f"{type(optimizer).__name__}.step()")
     handles = _handles_of(optimizer)
     if not handles:
         return

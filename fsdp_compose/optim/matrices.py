@@ -23,16 +23,19 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .._torch import DTensorSpec, dtensor_spec, foreach_copy_
+from .._torch import DTensorSpec, compute_local_shape_and_global_offset, dtensor_spec, foreach_copy_
 from ..comm import DataParallelMesh, Label, Transport, Work, noticing_loss
 from ..errors import MisuseError
 from ..flat import FlatParamHandle, handle_of, local_of
 from ..ragged import RaggedDTensor, RunLengths
 
+_ONE_ROW = (1, 1)  # what has no rows is one row
 _MOST_TOGETHER = 1 << 20
 _MOST_SETS = 16  # of parameters with gradients, whose exchanges are remembered
+NOTHING = torch.empty(0)
+NO_TRANSPORT: Any = None  # of parameters that every rank has whole: nothing moves
 SLACK = 0.05  # how much more than the mean an owner may have to do, before a matrix goes elsewhere
 
 
@@ -63,7 +66,7 @@ def matrices_of(shape: Sequence[int], counts: RunLengths, block_rows: int | None
     Args:
         cost: see ``Matrices``; default: that of a product of the matrix and its transpose.
     """
-    count, (rows, cols) = prod(shape[:-2]), shape[-2:]
+    count, (rows, cols) = prod(shape[:-2]), (*_ONE_ROW, *shape)[-2:]
     if block_rows is not None:
         count, rows = count * (rows // block_rows), block_rows
     return Matrices(count, rows, cols, counts, rows * cols * min(rows, cols) if cost is None else cost)
@@ -379,6 +382,17 @@ def name_of(param: torch.Tensor) -> str:
     return "a parameter" if place is None else place[0].name_of(place[1])
 
 
+def local_gradient(optimizer: str, param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient of ``param``. Raises ValueError unless it is sharded like the parameter."""
+    grad, local = local_of(param.grad), local_of(param)
+    if grad.shape != local.shape or grad.is_sparse:
+        raise MisuseError(
+            f"{optimizer}: the gradient of {name_of(param)} has {tuple(grad.shape)} elements on this rank, and the "
+            f"parameter {tuple(local.shape)}: expected a dense gradient that is sharded like the parameter"
+        )
+    return grad
+
+
 def refuse_block_rows(name: str, rows: int, block_rows: int) -> None:
     """Raise ValueError if a matrix of so many rows does not consist of whole blocks."""
     if block_rows < 1 or rows % block_rows:
@@ -411,7 +425,7 @@ class MatrixShape(NamedTuple):
 
 
 def shape_of(param: torch.Tensor, name: str, block_rows: int | None) -> MatrixShape:
-    whole_rows, cols = param.shape[-2:]
+    whole_rows, cols = (*_ONE_ROW, *param.shape)[-2:]
     if block_rows is not None:
         refuse_block_rows(name, whole_rows, block_rows)
     rows = block_rows or whole_rows
@@ -476,6 +490,33 @@ class Member(NamedTuple):
     param: torch.Tensor
     group: dict[str, Any]
     shape: MatrixShape
+
+
+def gather_cut(member: Member, content: torch.Tensor) -> torch.Tensor:
+    """Gather matrices that tensor parallelism has cut, (count, rows, cols). Ranks: those of its mesh."""
+    spec, (placements, shape) = member.shape.spec, _cut_of(member, content.size(0))
+    assert spec is not None
+    stride = (shape[1] * shape[2], shape[2], 1)
+    with noticing_loss(spec.mesh.get_group(0), f"the gathering of {name_of(member.param)} over tensor-parallel ranks"):
+        cut = DTensor.from_local(content, spec.mesh, placements, run_check=False, shape=shape, stride=stride)
+        whole: torch.Tensor = cut.full_tensor()
+    return whole
+
+
+def own_part(member: Member, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of matrices that tensor parallelism has cut. No communication."""
+    spec, (placements, shape) = member.shape.spec, _cut_of(member, whole.size(0))
+    assert spec is not None
+    sizes, offsets = compute_local_shape_and_global_offset(shape, spec.mesh, placements)
+    return whole[tuple([slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)])]
+
+
+def _cut_of(member: Member, count: int) -> tuple[list[Placement], torch.Size]:
+    spec = member.shape.spec
+    assert spec is not None
+    dims = cut_dims(spec)
+    placements: list[Placement] = [Shard(dims[i]) if dims.get(i, 0) > 0 else Replicate() for i in range(spec.mesh.ndim)]
+    return placements, torch.Size((count, *(*_ONE_ROW, *member.param.shape)[-2:]))
 
 
 @dataclass(eq=False)

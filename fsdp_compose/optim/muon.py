@@ -6,7 +6,6 @@ back while the next one is."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from .._torch import (
-    compute_local_shape_and_global_offset,
     foreach_add_,
     foreach_copy_,
     foreach_lerp_,
@@ -34,7 +32,21 @@ from ..comm import Label, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import FlatParamHandle, handle_of, handle_of_segment, local_of, refuse_unreduced
 from ..ragged import note_write_of_all_ranks
-from .matrices import Bucket, Exchange, Member, Plan, Stack, cut_dims, name_of, refuse_block_rows, shape_of
+from .matrices import (
+    NO_TRANSPORT,
+    Bucket,
+    Exchange,
+    Member,
+    Plan,
+    Stack,
+    gather_cut,
+    local_gradient,
+    name_of,
+    own_part,
+    refuse_block_rows,
+    shape_of,
+)
+from .matrix_report import MatricesReport, buckets_of, report_of
 from .newton_schulz import NS_COEFFICIENTS, SMALL, orthogonalize
 from .step_agreement import WITH, WITHOUT, agree_on_step
 
@@ -183,11 +195,13 @@ class Muon(Optimizer):
                 self._step_adamw(group, gradients)
         return loss
 
-    def describe(self) -> MuonReport:
+    def describe(self) -> MatricesReport:
         """Describe what a step does: who orthogonalizes what, how evenly, what moves, and what memory that takes.
 
         Ranks: any; nothing is communicated."""
-        return _report(self._plan().plans)
+        plans = self._plan().plans
+        temporary = max([_temporary_bytes(plan, buckets_of(plan)) for plan in plans], default=0)
+        return report_of("Muon", plans, 2, temporary)
 
     # ---- What all ranks agree on before anything changes
 
@@ -199,7 +213,7 @@ class Muon(Optimizer):
         error = None
         try:
             refuse_unreduced("Muon.step()", params)
-            gradients = {id(param): _local_gradient(param) for param in params if param.grad is not None}
+            gradients = {id(param): local_gradient("Muon", param) for param in params if param.grad is not None}
         except (RuntimeError, ValueError) as caught:  # the others wait for this rank: they are told
             error = caught
         known = self._plan()
@@ -413,75 +427,7 @@ def _ends_of(model: nn.Module) -> set[int]:
     return {id(param) for module in modules for param in module.parameters(recurse=False)}
 
 
-# ---- A report
-
-
-@dataclass(frozen=True)
-class MuonReport:
-    """What a step of ``Muon`` does if all parameters have gradients; ``str()`` is a text.
-
-    Attributes:
-        num_matrices: how many matrices there are.
-        owned: for each rank of this rank's shard group, the matrices that it orthogonalizes.
-        balance: the most work of any rank, relative to the mean.
-        bytes_moved: bytes that all ranks of a shard group together send in a step, there and back.
-        num_collectives: all-to-alls of a step.
-        temporary_bytes: an estimate of the most memory that this rank needs beside parameters, gradients and momentum.
-        largest_share: the largest matrix's share of all work: the balance cannot be better than this times the number
-            of ranks.
-        num_workers: the ranks that share the work: those of a shard group, times the replicas with ``over_replicas``.
-    """
-
-    num_matrices: int
-    owned: tuple[int, ...]
-    balance: float
-    bytes_moved: int
-    num_collectives: int
-    temporary_bytes: int
-    largest_share: float
-    num_workers: int
-
-    def __str__(self) -> str:
-        bound = max(1.0, self.largest_share * self.num_workers)
-        why = "one matrix is that much of the work" if bound > 1.05 else "the work is divisible"
-        return (
-            f"Muon: {self.num_matrices} matrices on {self.num_workers} rank(s), {min(self.owned)} to "
-            f"{max(self.owned)} each; "
-            f"the busiest rank has {self.balance:.2f} times the mean (at least {bound:.2f}: {why}). A step moves "
-            f"{self.bytes_moved:,} bytes in {self.num_collectives} all-to-all(s), and takes {self.temporary_bytes:,} "
-            "bytes of temporary memory on this rank"
-        )
-
-
-def report_of_step(optimizer: Optimizer) -> MuonReport | None:
-    """What an optimizer says of a step; ``None`` unless it is ``Muon``."""
-    return optimizer.describe() if isinstance(optimizer, Muon) else None
-
-
-def _report(plans: Sequence[Plan]) -> MuonReport:
-    num_ranks = max([plan.num_ranks for plan in plans], default=1)
-    owned, loads, largest = [0] * num_ranks, Counter[tuple[int, int]](), 0
-    matrices = moved = collectives = temporary = 0
-    num_workers = max([plan.num_ranks * plan.num_replicas for plan in plans], default=1)
-    for plan in plans:
-        for replica in range(plan.num_replicas):
-            of_replica = plan.owners if replica == plan.replica else plan.owners_in(replica)
-            for member, owners in zip(plan.members, of_replica, strict=True):
-                for owner in owners:
-                    if owner >= 0:
-                        loads[replica, owner] += member.shape.planned.cost
-                        owned[owner] += replica == plan.replica
-        matrices += sum([member.shape.planned.count for member in plan.members])
-        largest = max([largest, *[member.shape.planned.cost for member in plan.members]])
-        (_, buckets), size = plan.exchanges_of(b"\1" * len(plan.members)), plan.ns_dtype.itemsize
-        moved += sum([2 * bucket.exchange.num_moved * size for bucket in buckets])
-        collectives += sum([2 for bucket in buckets if bucket.exchange.num_moved])
-        temporary = max(temporary, _temporary_bytes(plan, buckets))
-    total = loads.total()
-    return MuonReport(
-        matrices, tuple(owned), max(loads.values()) * num_workers / total if total else 1.0, moved, collectives,
-        temporary, largest / total if total else 0.0, num_workers,
-    )  # fmt: skip
+# ---- The memory of a step
 
 
 def _temporary_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
@@ -525,9 +471,6 @@ def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> floa
     return lr * sqrt(max(1, rows / cols))
 
 
-NO_TRANSPORT: Any = None  # of parameters that every rank has whole: nothing moves
-
-
 def _check_group(group: Mapping[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
@@ -556,16 +499,6 @@ def _check_group(group: Mapping[str, Any]) -> None:
             raise MisuseError(f"Muon: {name_of(param)} is a {type(param).__name__}, which is no plain matrix")
         if group["block_rows"] is not None:
             refuse_block_rows(name_of(param), param.shape[-2], group["block_rows"])
-
-
-def _local_gradient(param: torch.Tensor) -> torch.Tensor:
-    grad, local = local_of(param.grad), local_of(param)
-    if grad.shape != local.shape or grad.is_sparse:
-        raise MisuseError(
-            f"Muon: the gradient of {name_of(param)} has {tuple(grad.shape)} elements on this rank, and the parameter "
-            f"{tuple(local.shape)}: expected a dense gradient that is sharded like the parameter"
-        )
-    return grad
 
 
 def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor]) -> None:
@@ -601,18 +534,9 @@ def _packed(chunks: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Te
 
 def _compute_cut(member: Member, content: torch.Tensor, how: Any) -> torch.Tensor:
     """Matrices that tensor parallelism has cut: its ranks gather them, and each keeps its part of the result."""
-    spec, rows = member.shape.spec, member.shape.rows
-    assert spec is not None
-    cut = cut_dims(spec)
-    placements = [Shard(cut[i]) if cut.get(i, 0) > 0 else Replicate() for i in range(spec.mesh.ndim)]
-    shape = torch.Size((content.size(0), *member.param.shape[-2:]))
-    stride = (shape[1] * shape[2], shape[2], 1)
-    with noticing_loss(spec.mesh.get_group(0), f"the gathering of {name_of(member.param)} over tensor-parallel ranks"):
-        given = DTensor.from_local(content, spec.mesh, placements, run_check=False, shape=shape, stride=stride)
-        whole = given.full_tensor()
-    result = orthogonalize(whole.contiguous().view(-1, rows, shape[2]), *how).reshape(shape)
-    sizes, offsets = compute_local_shape_and_global_offset(shape, spec.mesh, placements)
-    return result[tuple([slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)])]
+    whole = gather_cut(member, content)
+    result = orthogonalize(whole.contiguous().view(-1, member.shape.rows, whole.size(2)), *how)
+    return own_part(member, result.reshape(whole.shape))
 
 
 def _arrived(

@@ -5,6 +5,7 @@ if digests differ do ranks send what they are about to do, through the key-value
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
@@ -105,3 +106,17 @@ def _compare_collectives(what: str, group: dist.ProcessGroup) -> None:
 
 
 _TOGETHER = "All ranks must decide together whether to step, by all-reducing a flag"
+
+
+def share_changes(what: str, group: dist.ProcessGroup, news: str) -> list[str]:
+    """Return the texts of all ranks that have any, if at least one has; else nothing, for one small exchange.
+
+    Ranks: all of ``group``, during a step. ``news``: one line; empty: this rank has none."""
+    number = 1 + group.rank() if news else 0  # ranks that all have news differ too
+    are_all_here, is_same = Carrier.of(group).begin_step(number)
+    if not are_all_here:
+        _compare_collectives(what, group)
+    if is_same:
+        return []
+    brought = json.loads(meet(group, f"sharing what is new in {what}", news, json.dumps))
+    return [text for text in map(str.strip, brought) if text]

@@ -155,7 +155,8 @@ def test_a_step_costs_one_small_exchange():
     carrier = Carrier.of(dist.group.WORLD)
     before, length = carrier.num_exchanges, len(carrier._head)
     optimizer.step()
-    assert carrier.num_exchanges == before + 1 and len(carrier._head) == length == 40
+    assert carrier.num_exchanges == before + 1
+    assert len(carrier._head) == length <= 64  # 40, and marks if groups are optional
 
 
 @distributed(world_size=2, fresh=True)
@@ -248,9 +249,9 @@ def test_a_rank_that_dies(tmp_path: Path, number: int, size: int):
         if number == 0:
             assert "start of an optimizer's step" in told and told.endswith("Nothing was changed"), said
             assert changed == "CHANGED False 0", said
-        else:  # momenta of all buckets that were sent, and not of all
+        else:  # momenta of all buckets that were sent; of more where nothing went to the dead rank
             assert "in an optimizer's step failed: another rank died" in told, said
-            assert number <= int(changed.split()[-1]) < NUM_BUCKETS, said
+            assert number <= int(changed.split()[-1]) <= NUM_BUCKETS, said
 
 
 # ---- Groups that ranks may skip

@@ -325,6 +325,21 @@ def test_tests_that_need_a_gpu_can_be_imported_without_one():
     assert sum(name.startswith(("test_", "Test")) for name in vars(module)) >= 4
 
 
+@pytest.mark.timeout(400)
+def test_a_step_of_muon_sends_what_is_promised(tmp_path):
+    (report,) = run("muon.py", tmp_path, "--rounds=1").values()
+    systems = by_system(report)
+    assert systems.keys() == {
+        *(f"{FSDP2}{way}" for way in (" + full_tensor()", ", torch's Muon", " + all-to-all")),
+        *(f"{OURS}{way}" for way in (", torch's Muon", "", ", whole matrices")),
+    }
+    ours, whole = systems[OURS], systems[f"{OURS}, whole matrices"]
+    assert systems[f"{FSDP2} + full_tensor()"]["sent_ratio"] == 1
+    assert ours["sent_ratio"] <= 0.10 and ours["sent_to_all_to_all"] <= 0.30 and whole["sent_mb"] < ours["sent_mb"]
+    assert ours["collectives"] < systems[f"{FSDP2} + all-to-all"]["collectives"]
+    assert all(row["cpu_ms"] > 0 and row["peak_mib"] > 0 for row in systems.values())
+
+
 def test_owners_of_large_models_are_balanced_and_planned_at_once(tmp_path):
     (report,) = run("muon_owners.py", tmp_path).values()
     assert [(row["model"], row["ranks"]) for row in report["rows"]] == [

@@ -1,0 +1,638 @@
+"""``Matrixwise``: any optimizer of plain matrices, unmodified, for sharded parameters.
+
+Every matrix has an owner, as under ``Muon`` (see ``matrices``). In a step, parameters and gradients are gathered at
+their owners, the optimizer that the user makes steps there, over whole matrices, and each rank gets its parts back::
+
+    shards of all ranks  -- parameters, gradients -->  owners: the user's optimizer steps  -- parameters -->  shards
+
+Its state stays at the owners. ``Optimizer.state`` shows it as tensors that lie whole on one rank, so checkpoints treat
+it like any other state. Between steps owners keep no parameters: what others write to them is never missed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.optim.optimizer import Optimizer
+
+from .._torch import is_wrapper
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
+from ..flat import FlatParamHandle, handle_of, local_of, refuse_unreduced
+from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, note_write_of_all_ranks
+from .matrices import (
+    NO_TRANSPORT,
+    NOTHING,
+    Member,
+    Plan,
+    gather_cut,
+    local_gradient,
+    name_of,
+    own_part,
+    refuse_block_rows,
+    shape_of,
+)
+from .matrix_report import MatricesReport, buckets_of, report_of
+from .matrix_state import NUMBERS, Leaf, described, is_shown, leaves, nested
+from .step_agreement import WITH, WITHOUT, agree_on_step, share_changes
+
+_STEP = "Matrixwise.step()"
+_ONE_BUCKET = 1 << 62  # the user's optimizer steps once, so all its matrices must be there
+
+
+class Matrixwise(Optimizer):
+    """Trains sharded parameters with an optimizer for plain ones, unmodified: Shampoo, SOAP, Adafactor, any that needs
+    each matrix as a whole. Given equal gradients, with the bits of that optimizer on whole matrices in one process.
+
+    Every matrix is owned by one of the ranks that share its shards, so the work is shared too. In a step the ranks send
+    the owners what they have of parameters and gradients, in one all-to-all each, and get back the new values in a
+    third. Matrices that lie whole at their owner do not move. The optimizer's state stays at the owners, and is saved
+    and loaded under the names that it would have in one process, on any number of ranks.
+
+    Parameters with more than two dimensions are stacks of matrices (as of experts): the optimizer gets each by itself,
+    and the state of matrix ``k`` is in ``state[parameter][str(k)]``. Parameters with fewer dimensions are one matrix,
+    in their own shape.
+
+    Parameter groups have the hyperparameters of the optimizer that ``make`` returns: a scheduler that changes ``lr``
+    works as ever. What an optimizer computes over several parameters (a norm of all gradients, say) it computes over
+    those of one owner: such optimizers are not for ``Matrixwise``.
+
+    Memory: during a step each rank has its matrices and their gradients whole, about two shards more.
+
+    Ranks: all ranks of the model make it and step together, with gradients for the same parameters.
+
+    Args:
+        params: parameters or parameter groups, sharded ones and plain ones. Hyperparameters in a parameter group
+            override those of ``make``.
+        make: makes an optimizer of plain parameters: a function of a list of parameters. It is called for each
+            parameter group, once for its hyperparameters and, at the first step, at owners. It must not look at the
+            values of parameters.
+        block_rows: give the optimizer each block of so many rows by itself, as of attention heads; may differ between
+            parameter groups.
+
+    Raises:
+        TypeError: ``make`` is not callable, or returns something else than an optimizer.
+        ValueError: ``make`` returns an optimizer with several parameter groups, or a parameter is complex, or cut into
+            stacks by tensor or expert parallelism.
+
+    Example::
+
+        optimizer = Matrixwise(model.parameters(), lambda params: SOAP(params, lr=3e-3))
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        make: Callable[[list[nn.Parameter]], Optimizer],
+        block_rows: int | None = None,
+    ) -> None:
+        if not callable(make):
+            raise MisuseTypeError(f"Matrixwise(make={make!r}): expected a function from parameters to an optimizer")
+        self._make = make
+        self._known = _Known(())
+        self._hyperparameters: list[list[str]] = []  # of each parameter group, the names of those that ``make`` gave
+        self._optimizers: list[Optimizer | None] = []  # of each parameter group, for the matrices of this rank
+        self._wholes: dict[_Number, nn.Parameter] = {}  # this rank's matrices
+        self._layouts: dict[_Number, list[Leaf]] = {}  # what the state of any matrix consists of
+        self._shown: dict[_Number, list[tuple[Any, Any]]] = {}  # values in the state of matrices, and how it shows them
+        super().__init__(params, {"block_rows": block_rows})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._wholes or self._layouts:
+            raise MisuseRuntimeError(
+                "Matrixwise.add_param_group(): after the first step, new parameters would change the owners of all: "
+                "make a new Matrixwise, and load the state of this one into it"
+            )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for param in group["params"]:
+                _check(param, group["block_rows"])
+            made = self._made([_stand_in(param, group["block_rows"]) for param in group["params"][:1]])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        defaults = {key: value for key, value in made.param_groups[0].items() if key not in ("params", "param_names")}
+        self._hyperparameters.append([*defaults])
+        self._optimizers.append(None)
+        self.param_groups[-1] = {**defaults, **group}
+
+    def _made(self, params: list[nn.Parameter]) -> Optimizer:
+        optimizer = self._make(params)
+        if not isinstance(optimizer, Optimizer):
+            raise MisuseTypeError(f"Matrixwise: make() returned {optimizer!r}: expected a torch.optim.Optimizer")
+        if len(optimizer.param_groups) != 1:
+            raise MisuseError(
+                f"Matrixwise: make() returned an optimizer with {len(optimizer.param_groups)} parameter groups: "
+                "expected one. Give the parameter groups to Matrixwise, which calls make() for each"
+            )
+        return optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients.
+
+        Ranks: all ranks of the model. They agree by two small exchanges: before, that all step and have gradients for
+        the same parameters; and before anything is written to parameters, that every optimizer succeeded.
+
+        Args:
+            closure: computes the loss again; its result is returned.
+
+        Raises:
+            RanksDifferError: on every rank: a rank does not step, trains other parameters, or has gradients for others.
+                Nothing was changed.
+            RankLostError: on every rank: another rank died.
+            RuntimeError: on every rank: the optimizer raised on one. No parameter was changed, but state was: load a
+                checkpoint.
+            RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter. Nothing was
+                changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        known = self._begin()
+        if not any(self._optimizers):
+            self._make_own()
+        try:
+            moved = [_Moved(known, plan) for plan in known.plans]
+            for item in moved:
+                item.gather(self._wholes)
+            self._agree_on_state(known, self._step_own())
+            for item in moved:
+                item.scatter()
+        finally:
+            for whole in self._wholes.values():
+                whole.data, whole.grad = _no_memory(whole), None
+        note_write_of_all_ranks([param for param in self._params if param.grad is not None])
+        self._show()
+        return loss
+
+    def describe(self) -> MatricesReport:
+        """Describe what a step does: who owns what, how evenly, what moves, and what memory that takes.
+
+        Ranks: any; nothing is communicated."""
+        plans, temporary = self._plan().plans, 0
+        for plan in plans:
+            for bucket in buckets_of(plan):
+                exchange = bucket.exchange
+                # Values and gradients: whole at this rank, and on their way.
+                stacked = sum([stack.numel for stack in exchange.owned])
+                temporary += 2 * plan.ns_dtype.itemsize * (stacked + exchange.num_sent + exchange.num_received)
+        return report_of("Matrixwise", plans, 3, temporary)
+
+    # ---- What is planned once
+
+    @property
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _plan(self) -> _Known:
+        params = self._params
+        # Parameters that were moved or sharded anew have other specs.
+        key = tuple([(id(param), id(getattr(param, "_spec", None))) for param in params])
+        if self._known.key != key:
+            known = _known_of(key, self.param_groups)
+            if (self._wholes or self._layouts) and known.owners != self._known.owners:
+                raise MisuseRuntimeError(
+                    "Matrixwise: the parameters were sharded otherwise after the first step, so matrices have other "
+                    "owners: make a new Matrixwise, and load the state of this one into it. Nothing was changed"
+                )
+            self._known = known
+        return self._known
+
+    def _begin(self) -> _Known:
+        """Return the plans, once all ranks are about to do the same."""
+        known, error = self._plan(), None
+        try:
+            refuse_unreduced(_STEP, self._params)
+            for param in self._params:
+                if param.grad is not None:
+                    local_gradient("Matrixwise", param)
+        except (RuntimeError, ValueError) as caught:  # the others wait for this rank
+            error = caught
+        peers = known.peers()
+        if peers:
+            known.digest = known.digest or blake2b("\n".join(self._lines(False)).encode()).digest()
+            present = bytes([param.grad is not None for param in known.params])
+            agree_on_step(_STEP, peers, known.digest + present, self._lines, error)
+        elif error is not None:
+            raise error
+        return known
+
+    def _lines(self, with_gradients: bool = True) -> list[str]:
+        """What this rank trains, in words."""
+        lines = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                line = f"{name_of(param)} of shape {tuple(param.shape)}, block_rows={group['block_rows']}"
+                lines.append(f"{line}, {WITHOUT if param.grad is None else WITH}" if with_gradients else line)
+        return lines
+
+    # ---- The user's optimizers, at owners
+
+    def _make_own(self) -> None:
+        """Make the user's optimizers for all matrices that this rank owns."""
+        known = self._plan()
+        for index, group in enumerate(self.param_groups):
+            own: list[nn.Parameter] = []
+            for i, param in enumerate(known.params):
+                for k in range(known.counts[i]) if known.groups[i] == index else ():
+                    if known.is_own((i, k)):
+                        own.append(_stand_in(param, group["block_rows"], known.device((i, k))))
+                        self._wholes[i, k] = own[-1]
+            self._optimizers[index] = self._made(own) if own else None
+
+    def _step_own(self) -> Exception | None:
+        """Step this rank's matrices. Return what the optimizer raised."""
+        for group, names, optimizer in zip(self.param_groups, self._hyperparameters, self._optimizers, strict=True):
+            if optimizer is None:
+                continue
+            optimizer.param_groups[0].update({name: group[name] for name in names})
+            try:
+                optimizer.step()
+                for number in self._wholes:
+                    self._layout_of(number)  # raises if the state has what cannot be shown
+            except Exception as error:  # the user's code: the other ranks wait for its results
+                return error
+        return None
+
+    def _agree_on_state(self, known: _Known, error: Exception | None) -> None:
+        """Share what is new in the state of matrices, or in parameter groups; raise on every rank if an optimizer
+        failed on one."""
+        problem = ""
+        if error is not None:
+            rank = f"on rank {dist.get_rank()}, " if known.peers() else ""
+            problem = f"{rank}the optimizer raised {type(error).__name__}: {error}".replace("\n", " ")
+        layouts = {} if problem else {number: self._layout_of(number) for number in self._wholes}
+        changed = {number: layout for number, layout in layouts.items() if layout != self._layouts.get(number)}
+        facts: dict[str, Any] = {"problem": problem, "groups": self._changed_groups()}
+        facts["layouts"] = [[*number, layout] for number, layout in changed.items()]
+        is_news = bool(problem or changed or facts["groups"])
+        brought = [facts]
+        for group in known.peers():
+            brought += map(json.loads, share_changes(_STEP, group, json.dumps(facts) if is_news else ""))
+        problems = [item["problem"] for item in brought if item["problem"]]
+        if problems:
+            raise RuntimeError(
+                f"{_STEP}: {problems[0]}. No parameter was changed, but the state of matrices was: load a checkpoint"
+            ) from error
+        for item in brought:
+            for i, k, found in item["layouts"]:
+                self._layouts[i, k] = [Leaf(tuple(path), tuple(shape), *rest) for path, shape, *rest in found]
+        self._follow_groups([item["groups"] for item in brought])
+
+    def _layout_of(self, number: _Number) -> list[Leaf]:
+        state = self._state_of(number)
+        return [described(path, leaf) for path, leaf in leaves(state)]
+
+    def _state_of(self, number: _Number) -> dict[str, Any]:
+        optimizer = self._optimizers[self._known.groups[number[0]]]
+        assert optimizer is not None
+        state: dict[str, Any] = optimizer.state.get(self._wholes[number], {})
+        return state
+
+    def _changed_groups(self) -> dict[str, dict[str, Any]]:
+        """Hyperparameters that an optimizer of the user's has changed, as those that count steps do."""
+        found: dict[str, dict[str, Any]] = {}
+        for i, (group, optimizer) in enumerate(zip(self.param_groups, self._optimizers, strict=True)):
+            own = {} if optimizer is None else optimizer.param_groups[0]
+            changed = {
+                name: own[name]
+                for name in self._hyperparameters[i]
+                if name in own and type(own[name]) in (bool, int, float, str) and own[name] != group[name]
+            }
+            if changed:
+                found[str(i)] = changed
+        return found
+
+    def _follow_groups(self, brought: Sequence[dict[str, dict[str, Any]]]) -> None:
+        for item in brought:
+            for number, values in item.items():
+                for name, value in values.items():
+                    others = [other.get(number, {}).get(name, value) for other in brought]
+                    if any([other != value for other in others]):
+                        raise MisuseRuntimeError(
+                            f"{_STEP}: the optimizer computes {name} of its parameter group from all its "
+                            f"matrices, so ranks have different ones: {value} and "
+                            f"{next(other for other in others if other != value)}. It cannot be used matrix by matrix"
+                        )
+                    self.param_groups[int(number)][name] = value
+
+    # ---- The state that ``Optimizer.state`` shows
+
+    def _show(self) -> None:
+        """Show the state of all matrices: tensors that lie whole at their owners."""
+        fresh: dict[int, dict[str, Any]] = {}
+        for number, layout in sorted(self._layouts.items()):
+            i, k = number
+            values = [value for _, value in leaves(self._state_of(number))] if number in self._wholes else [*layout]
+            shown = self._shown.setdefault(number, [])
+            if len(shown) == len(values) and all(map(is_shown, shown, values)):
+                continue
+            shown[:] = [(value, self._placed(number, leaf, value)) for leaf, value in zip(layout, values, strict=True)]
+            fresh.setdefault(i, {})[str(k)] = nested(layout, [made for _, made in shown])
+        for i, by_matrix in fresh.items():
+            param = self._known.params[i]
+            is_one = self._known.counts[i] == 1
+            self.state[param] = by_matrix["0"] if is_one else {**self.state.get(param, {}), **by_matrix}
+
+    def _placed(self, number: _Number, leaf: Leaf, value: Any) -> Any:
+        """How a value is shown. ``value``: the value itself at the owner, anything elsewhere."""
+        if leaf.dtype is None:
+            return leaf.value
+        dtype = getattr(torch, leaf.dtype)
+        if number not in self._wholes:
+            local = torch.empty(0, dtype=dtype, device=self._known.device(number))
+        else:
+            local = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+        return self._known.placed(number, leaf.shape, local)
+
+    def place_state(
+        self, param: torch.Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return an uninitialized tensor that is placed as this optimizer keeps a part of its state; see
+        ``fsdp_compose.checkpoint``. Ranks: any; nothing is communicated."""
+        known = self._plan()
+        i = next((i for i, item in enumerate(known.params) if item is param), None)
+        first = key.partition(".")[0]
+        if i is None or (known.counts[i] > 1 and not (first.isdigit() and int(first) < known.counts[i])):
+            return None
+        number = (i, int(first) if known.counts[i] > 1 else 0)
+        numel = prod(shape) if known.is_own(number) else 0
+        return known.placed(number, shape, torch.empty(numel, dtype=dtype, device=known.device(number)))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of ``state_dict()``, of parameters that are sharded equally (or see
+        ``checkpoint.set_optimizer_state_dict``).
+
+        Ranks: all ranks of the model."""
+        known = self._plan()
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for i, number in enumerate(numbers[: len(known.params)]):
+            self._check_numbers(i, state_dict["state"].get(number, {}))
+        super().load_state_dict(state_dict)
+        self._wholes, self._layouts, self._shown = {}, {}, {}
+        self._make_own()
+        for i, number in enumerate(numbers):
+            given = state_dict["state"].get(number, {})  # not what torch has cast to the dtype of parameters
+            for k in range(known.counts[i]):
+                entries = given if known.counts[i] == 1 else given.get(str(k))
+                if entries:
+                    self._take((i, k), entries)
+        self._show()
+
+    def _check_numbers(self, i: int, given: Mapping[str, Any]) -> None:
+        """Raise RuntimeError if the state of a parameter is of other matrices than it has here."""
+        count = self._known.counts[i]
+        numbers = [key for key, value in given.items() if str(key).isdigit() and isinstance(value, Mapping)]
+        if given and (numbers if count == 1 else len(numbers) != len(given) or int(max(numbers, key=int)) >= count):
+            raise MisuseRuntimeError(
+                f"Matrixwise.load_state_dict(): {name_of(self._known.params[i])} has {count} matrices here, and the "
+                f"state has the keys {[*given][:4]}: expected {'the state of one' if count == 1 else 'their numbers'}. "
+                "Was it saved with another block_rows, or by another optimizer?"
+            )
+
+    def _take(self, number: _Number, entries: Mapping[str, Any]) -> None:
+        """Take the state of one matrix."""
+        found = [*leaves(entries)]
+        layout = self._layouts[number] = [described(path, leaf) for path, leaf in found]
+        values = [self._loaded(number, leaf) for _, leaf in found]
+        if number in self._wholes:
+            optimizer = self._optimizers[self._known.groups[number[0]]]
+            assert optimizer is not None
+            optimizer.state[self._wholes[number]] = nested(layout, values)
+
+    def _loaded(self, number: _Number, leaf: Any) -> Any:
+        """A value of the state of a matrix as its optimizer keeps it. Ranks: all that have the parameter."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        whole = leaf.detach()
+        if isinstance(leaf, DTensor):
+            # Whole at the owner already, unless parameters were sharded otherwise; all ranks see the same.
+            is_there = [*leaf.placements] == self._known.placements(number, leaf.shape)
+            whole = local_of(leaf).detach() if is_there else leaf.full_tensor()
+        if number not in self._wholes:
+            return None
+        whole = whole.reshape(tuple(leaf.shape))
+        if not leaf.dim() and leaf.dtype in NUMBERS:
+            return NUMBERS[leaf.dtype](whole.item())
+        return whole.clone()  # the state dict may be another optimizer's
+
+
+# ---- Which matrices there are, and how they are moved
+
+
+_Number = tuple[int, int]  # of a parameter, counted over all parameter groups, and of a matrix in it
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is found out once about the parameters of an optimizer.
+
+    Attributes:
+        key: what it depends on.
+        params: of all parameter groups, and ``groups``: the number of the group of each.
+        plans: for the matrices of parameters with equal dtypes whose shards lie on the same ranks.
+        places: for each parameter, its plan and its number there.
+        digest: of all that, found at the first step, since parameters get other names at a first forward.
+    """
+
+    key: object
+    params: list[torch.Tensor] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    places: list[tuple[Plan, int]] = field(default_factory=list)
+    digest: bytes = b""
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many matrices each parameter has."""
+        return [plan.members[n].shape.matrices.count * self._blocks(plan.members[n]) for plan, n in self.places]
+
+    @staticmethod
+    def _blocks(member: Member) -> int:
+        """In how many matrices one that travels is divided: tensor parallelism has cut it, so its blocks travel as
+        one."""
+        if member.shape.spec is None or member.param.dim() < 2:
+            return 1
+        return member.param.shape[-2] // member.shape.rows
+
+    def owner(self, number: _Number) -> int:
+        """The rank that owns a matrix."""
+        (plan, n), k = self.places[number[0]], number[1]
+        return plan.owners[n][k // self._blocks(plan.members[n])]
+
+    def is_own(self, number: _Number) -> bool:
+        return self.owner(number) == self.places[number[0]][0].rank
+
+    @property
+    def owners(self) -> list[list[int]]:
+        return [plan.owners[n] for plan, n in self.places]
+
+    def device(self, number: _Number) -> torch.device:
+        """Where a matrix is computed with."""
+        return self.places[number[0]][0].device
+
+    def peers(self) -> list[dist.ProcessGroup]:
+        """The process groups of all ranks that step together."""
+        meshes = [plan.mesh for plan in self.plans]
+        return [*dict.fromkeys([mesh.peers for mesh in meshes if mesh is not None and mesh.has_peers])]
+
+    def placed(self, number: _Number, shape: Sequence[int], local: torch.Tensor) -> torch.Tensor:
+        """Return a part of the state of a matrix: a tensor that lies whole at its owner.
+
+        Args:
+            local: all of it at the owner, nothing elsewhere; its shape does not matter.
+        """
+        param = self.params[number[0]]
+        if not isinstance(param, DTensor):
+            return local.view(tuple(shape))
+        placements = self.placements(number, shape)
+        if isinstance(param, RaggedDTensor):
+            spec = RaggedSpec.make(param.device_mesh, placements, shape, local.dtype)
+            return RaggedDTensor(local.reshape(spec.local_shape), spec)
+        placed: torch.Tensor = DTensor.from_local(
+            local.view(tuple(shape)), param.device_mesh, placements, run_check=False
+        )
+        return placed
+
+    def placements(self, number: _Number, shape: Sequence[int]) -> list[Placement]:
+        """How a part of the state of a matrix of a sharded parameter lies."""
+        param, (plan, _) = self.params[number[0]], self.places[number[0]]
+        assert isinstance(param, DTensor)
+        owner, rows = self.owner(number), shape[0] if shape else 1
+        whole = RaggedShard([(0, owner), (rows, 1), (0, plan.num_ranks - owner - 1)])
+        return [whole if isinstance(item, RaggedShard) else Replicate() for item in param.placements]
+
+
+def _known_of(key: object, groups: Sequence[dict[str, Any]]) -> _Known:
+    known = _Known(key)
+    members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
+    positions: list[tuple[Any, int]] = []
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            place = handle_of(param)
+            handle = None if place is None else place[0]
+            where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group), param.dtype
+            member = Member(param, group, shape_of(param, name_of(param), group["block_rows"]))
+            positions.append((where, len(members.setdefault(where, (handle, []))[1])))
+            members[where][1].append(member)
+            known.params.append(param)
+            known.groups.append(number)
+    plans = {where: Plan(found, handle, False, _ONE_BUCKET, where[1]) for where, (handle, found) in members.items()}
+    known.plans += plans.values()
+    known.places += [(plans[where], n) for where, n in positions]
+    for param, number, num_here in zip(known.params, known.groups, known.counts, strict=True):
+        if num_here != _num_matrices(param, groups[number]["block_rows"]):
+            raise MisuseError(
+                f"Matrixwise: tensor or expert parallelism gives this rank {num_here} of the "
+                f"{_num_matrices(param, groups[number]['block_rows'])} matrices of {name_of(param)}: Matrixwise trains "
+                "parameters of which it cuts the matrices, or that it leaves whole. Muon trains these"
+            )
+    return known
+
+
+class _Moved:
+    """The matrices of one plan during a step."""
+
+    def __init__(self, known: _Known, plan: Plan) -> None:
+        present = bytes([member.param.grad is not None for member in plan.members])
+        self._plan, self._wanted = plan, 1 in present
+        self._numbers = [i for i, (other, _) in enumerate(known.places) if other is plan]
+        if self._wanted:
+            self._label, (bucket,) = plan.exchanges_of(present)
+            self._exchange = bucket.exchange
+            mesh = plan.mesh
+            self._transport = NO_TRANSPORT if mesh is None else mesh.transport.among(mesh.shard_group)
+            self._stacks: list[tuple[torch.Tensor, torch.Tensor]] = []
+            self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def gather(self, wholes: Mapping[_Number, nn.Parameter]) -> None:
+        """Give this rank's matrices their elements and gradients."""
+        if not self._wanted:
+            return
+        params = [member.param for member in self._plan.members]
+        found = []
+        for tensors in (params, [param.grad for param in params]):
+            flat = [NOTHING if tensor is None else local_of(tensor).detach().reshape(-1) for tensor in tensors]
+            dtype, device = self._plan.ns_dtype, self._plan.device
+            found.append(self._exchange.gather(flat, dtype, device, self._transport, self._label))
+        values, gradients = (finish() for finish in found)
+        for stack, content, gradient in zip(self._exchange.owned, values, gradients, strict=True):
+            member = self._plan.members[stack.param]
+            whole, grad = content, gradient
+            if not stack.numel:
+                self._stacks.append((content, whole))
+                continue
+            if member.shape.spec is not None:
+                whole, grad = (gather_cut(member, item).contiguous() for item in (content, gradient))
+            self._stacks.append((content, whole))
+            rows, cols = member.shape.rows, member.shape.cols
+            first = stack.start // (stack.rows * stack.cols) * (whole.numel() // (stack.count * rows * cols))
+            pairs = zip(whole.view(-1, rows, cols), grad.view(-1, rows, cols), strict=True)
+            for k, (view, its_gradient) in enumerate(pairs, first):
+                target = wholes[self._numbers[stack.param], k]
+                target.data, target.grad = view.view(target.shape), its_gradient.view(target.shape)
+                self._given.append((target, view))
+
+    def scatter(self) -> None:
+        """Write the matrices to the parameters of all ranks."""
+        if not self._wanted:
+            return
+        for target, view in self._given:
+            if target.data_ptr() != view.data_ptr():  # the optimizer has assigned to ``.data``
+                view.copy_(target.view(view.shape))
+        results = []
+        for stack, (content, whole) in zip(self._exchange.owned, self._stacks, strict=True):
+            is_cut = whole is not content
+            results.append(own_part(self._plan.members[stack.param], whole) if is_cut else content)
+        dtype, device = self._plan.ns_dtype, self._plan.device
+        for i, start, part in self._exchange.scatter(results, dtype, device, self._transport, self._label)():
+            local = local_of(self._plan.members[i].param).detach()
+            if local.numel() == part.numel():  # it may have any strides
+                local.copy_(part.view(local.shape))
+            else:
+                local.view(-1)[start : start + part.numel()].copy_(part)
+
+
+# ---- Checks, and stand-ins for parameters
+
+
+def _check(param: torch.Tensor, block_rows: int | None) -> None:
+    if param.is_complex() or (is_wrapper(param) and not isinstance(param, DTensor)):
+        raise MisuseError(
+            f"Matrixwise: {name_of(param)} is a {type(param).__name__} of {param.dtype}: expected a real parameter of "
+            "plain elements"
+        )
+    if block_rows is not None:
+        if param.dim() < 2:
+            raise MisuseError(f"Matrixwise(block_rows={block_rows}): {name_of(param)} has {param.dim()} dimension(s)")
+        refuse_block_rows(name_of(param), param.shape[-2], block_rows)
+
+
+def _num_matrices(param: torch.Tensor, block_rows: int | None) -> int:
+    if param.dim() < 2:
+        return 1
+    return prod(param.shape[:-2]) * (1 if block_rows is None else param.shape[-2] // block_rows)
+
+
+def _stand_in(param: torch.Tensor, block_rows: int | None, device: torch.device | None = None) -> nn.Parameter:
+    """A plain parameter for a matrix of ``param``, without memory."""
+    shape = tuple(param.shape[-2:])
+    if block_rows is not None:
+        shape = (block_rows, shape[1])
+    element = torch.zeros((), dtype=param.dtype, device=local_of(param).device if device is None else device)
+    return nn.Parameter(element.expand(shape))
+
+
+def _no_memory(whole: torch.Tensor) -> torch.Tensor:
+    return whole.new_zeros(()).expand(whole.shape)
