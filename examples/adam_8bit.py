@@ -1,7 +1,7 @@
 """An AdamW whose state has eight bits an element, on sharded parameters: written plainly, without kernels.
 
-    torchrun --nproc-per-node 2 examples/adam_8bit.py
-    torchrun --nproc-per-node 2 examples/adam_8bit.py --steps 200
+    torchrun --standalone --nproc_per_node 2 examples/adam_8bit.py
+    torchrun --standalone --nproc_per_node 2 examples/adam_8bit.py --steps 200
 
 It trains a small model beside ``torch.optim.AdamW``, and prints the losses and the bytes of the states of both. Every
 block of 256 elements has a scale. ``granularity`` keeps blocks whole on one rank, so nothing is communicated, and any
@@ -96,10 +96,11 @@ def main() -> None:
     first = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
     models = [fully_shard(model, granularity=lambda _fqn, _param: BLOCK) for model in (first, copy.deepcopy(first))]
     optimizers = [AdamW8(models[0].parameters()), torch.optim.AdamW(models[1].parameters())]
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    generator = torch.Generator().manual_seed(1)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     losses = [0.0, 0.0]
     for step in range(steps):
-        x = torch.randn(64, 64, generator=generator)
+        x = torch.randn(128, 64, generator=generator)[rank::num_ranks]
         y = x[:, :8] * x[:, 8:16]
         for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             loss = F.mse_loss(model(x), y)
@@ -108,10 +109,10 @@ def main() -> None:
             optimizer.zero_grad()
             total = loss.detach()
             dist.all_reduce(total)
-            losses[i] = total.item() / dist.get_world_size()
-        if dist.get_rank() == 0 and (step % 10 == 0 or step == steps - 1):
-            print(f"step {step:3}  loss: 8 bits {losses[0]:.4f}  32 bits {losses[1]:.4f}", flush=True)
-    if dist.get_rank() == 0:
+            losses[i] = total.item() / num_ranks
+        if rank == 0 and (step % 10 == 0 or step == steps - 1):
+            print(f"step {step:3}  8 bits: loss {losses[0]:.4f}  32 bits: loss {losses[1]:.4f}", flush=True)
+    if rank == 0:
         print(f"state on rank 0: {nbytes(optimizers[0]):,} and {nbytes(optimizers[1]):,} bytes")
     dist.destroy_process_group()
 

@@ -57,6 +57,7 @@ PROGRAMS = {  # example: for each run its options, where {2|4} is "2" on 2 proce
         *(f"--steps=2 --schedule={name}" for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")),
     ],
     "tensor_parallel.py": ["--steps=2 --mesh={1x2|2x2} --batch=8 --seed=1", "--steps=2 --mesh={2x1|1x2x2}"],
+    "adam_8bit.py": ["--steps=11"],
     "muon.py": [
         "--steps=4 --val-every=2 --batch=4 --seq-len=16 --dim=16 --layers=2 --heads=2 --lr=1e-3 --muon-lr=1e-2 "
         "--seed=1 --data=text.txt"
