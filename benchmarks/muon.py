@@ -46,7 +46,7 @@ from fsdp_compose import fully_shard
 from fsdp_compose.comm import Label, transport_of
 from fsdp_compose.optim import Muon
 from fsdp_compose.optim.matrices import Exchange, assign, matrices_of, stacks_of
-from fsdp_compose.optim.newton_schulz import NS_COEFFICIENTS, orthogonalize
+from fsdp_compose.optim.muon import NS_COEFFICIENTS, orthogonalize
 from fsdp_compose.ragged import RunLengths
 
 FULL_TENSOR, ALL_TO_ALL = f"{FSDP2} + full_tensor()", f"{FSDP2} + all-to-all"

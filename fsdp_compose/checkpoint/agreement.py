@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from .._torch import backend_name
 from ..comm import first_difference, meet
 from ..errors import FSDPComposeError, MisuseRuntimeError, RanksDifferError, class_of, name_of
-from .fqns import ModelNames, leaves_of
+from ..optim import leaves_of
+from .fqns import ModelNames
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _T = TypeVar("_T")

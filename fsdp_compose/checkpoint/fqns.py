@@ -1,12 +1,10 @@
 """Canonical FQNs: parameter names without any wrapper or sharding, and the names that share a tensor.
 
-All state dicts use these names. Tensors nested in lists, tuples and dicts, as some optimizers keep them, get their
-paths here too. Nothing here communicates."""
+All state dicts use these names. Nothing here communicates."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -121,33 +119,3 @@ def own_method(owner: Any, name: str) -> Any:
 def patch_method(owner: Any, name: str, function: Any) -> None:
     setattr(function, _PATCHED, True)
     setattr(owner, name, function)
-
-
-# ---- Tensors nested in lists, tuples and dicts, as some optimizers keep them (``LBFGS``: lists of vectors).
-
-
-Path = tuple[Any, ...]
-"""Indices and keys that lead to a leaf; empty if the value itself is a leaf."""
-
-
-def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield path and value of everything in ``value`` that is not a list, tuple or dict."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves_of(item, (*path, key))
-    elif type(value) in (list, tuple):
-        for i, item in enumerate(value):
-            yield from leaves_of(item, (*path, i))
-    else:
-        yield path, value
-
-
-def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()) -> Any:
-    """Return ``value`` with each leaf replaced by ``function(path, leaf)``. Lists, tuples and dicts are new objects."""
-    if isinstance(value, dict):
-        mapped = copy.copy(value)  # keeps a subclass of dict
-        mapped.update({key: map_leaves(function, item, (*path, key)) for key, item in value.items()})
-        return mapped
-    if type(value) in (list, tuple):
-        return type(value)([map_leaves(function, item, (*path, i)) for i, item in enumerate(value)])
-    return function(path, value)

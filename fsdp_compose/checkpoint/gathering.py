@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from .._torch import dtensor_spec, is_wrapper, local_tensor, make_dtensor
 from ..comm import Messages
 from ..flat import FlatParamHandle, gather_flat, local_of
+from ..optim import Path, leaves_of, map_leaves
 from ..ragged import CompositeDTensor, RaggedDTensor, ReplicatedDTensor, with_local
-from .fqns import ModelNames, Path, Place, leaves_of, map_leaves
+from .fqns import ModelNames, Place
 
 Key = tuple[Any, ...]
 """(FQN, name of the optimizer's state, path in lists and dicts...); the name is empty for the parameter itself."""

@@ -18,10 +18,10 @@ from torch.optim.optimizer import Optimizer
 
 from .._torch import is_wrapper, loads_as_torch
 from ..flat import local_of
-from ..optim import block_of
+from ..optim import Path, block_of, leaves_of, map_leaves
 from ..ragged import RaggedDTensor
 from .agreement import list_problems
-from .fqns import ModelNames, Path, leaves_of, map_leaves, own_method
+from .fqns import ModelNames, own_method
 from .gathering import Key, same_elements
 from .model_state import StateDictOptions
 from .optimizer_init import (

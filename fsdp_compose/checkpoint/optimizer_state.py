@@ -16,9 +16,9 @@ from torch.optim.optimizer import Optimizer
 from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, FlatSegment, handle_of_segment, local_of
 from ..group import rebind_optimizer
-from ..optim import block_of, num_blocks, zeros_per_block
+from ..optim import Path, block_of, leaves_of, map_leaves, num_blocks, zeros_per_block
 from ..ragged import RaggedDTensor, with_local
-from .fqns import ModelNames, Path, Place, leaves_of, map_leaves, own_method
+from .fqns import ModelNames, Place, own_method
 from .gathering import Key
 from .model_state import StateDictOptions
 from .optimizer_init import pending_state, templates_of

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import dedup_save_plans, plan_errors
 from ..errors import MisuseError
+from ..optim import Path, put_leaf
 from ..ragged import CompositeDTensor
-from .fqns import Path
 from .gathering import digests_of, says_what_it_holds
 from .optimizer_init import PlaceState, StateKind, pending_state
 from .optimizer_state import GROUPS, PARAMS, STATE, is_flattened, is_shared_name, longest_prefix
@@ -118,7 +118,7 @@ class LoadPlanner(DefaultLoadPlanner):
             return
         loaded = torch.load(value, weights_only=True)
         if self.flatten_state_dict:
-            _put(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+            put_leaf(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
         else:
             self.state_dict[read_item.dest_index.fqn] = loaded
 
@@ -286,7 +286,7 @@ def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
     trained = [str(name) for group in optimizer[GROUPS] for name in group[PARAMS]]
     groups: dict[int, dict[str, Any]] = {}
     for key, (_, index, *inside) in saved.groups.items():
-        _put(groups.setdefault(int(index), {}), inside, saved.place(key))
+        put_leaf(groups.setdefault(int(index), {}), inside, saved.place(key))
     by_fqn: dict[str, dict[str, list[Any]]] = {}
     for key, (_, fqn, *rest) in saved.state.items():
         by_fqn.setdefault(fqn, {})[key] = rest
@@ -300,7 +300,7 @@ def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
     for fqn in saved.wanted(trained, by_fqn):
         name, entries = before.get(fqn, (fqn, {}))
         for key, at in by_fqn[fqn].items():
-            _put(state.setdefault(name, {}), at, saved.state_place(key, fqn, at, entries))
+            put_leaf(state.setdefault(name, {}), at, saved.state_place(key, fqn, at, entries))
     optimizer.update({STATE: state, GROUPS: [groups[index] for index in sorted(groups)]})
 
 
@@ -319,30 +319,16 @@ def _follow_flattened(optimizer: dict[str, Any], saved: _Saved) -> None:
         entries.setdefault(parameter_of(key), {})[key] = optimizer[key]
     places: dict[str, Any] = {}
     for key, at in saved.groups.items():
-        _put(places, at, saved.place(key))
+        put_leaf(places, at, saved.place(key))
     fqns = {key: parameter_of(at[0]) for key, at in saved.state.items()}
     wanted = {*saved.wanted(trained, dict.fromkeys(fqn for fqn in fqns.values() if fqn is not None))}
     for key, fqn in fqns.items():
         if fqn is not None and fqn in wanted:
             at = saved.state[key]
-            _put(places, at, saved.state_place(key, fqn, at, entries.get(fqn, {})))
+            put_leaf(places, at, saved.state_place(key, fqn, at, entries.get(fqn, {})))
     for key in present:
         del optimizer[key]
     optimizer.update(places)
-
-
-def _put(container: Any, path: Sequence[Any], value: Any) -> None:
-    """Put a value into nested dicts and lists, which grow as needed: a path has keys of dicts and indices of lists."""
-    here, *rest = path
-    if isinstance(container, list):
-        container.extend([None] * (here + 1 - len(container)))
-    if not rest:
-        container[here] = value
-        return
-    inside = container[here] if isinstance(container, list) else container.get(here)
-    if inside is None:
-        inside = container[here] = [] if isinstance(rest[0], int) else {}
-    _put(inside, rest, value)
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from .._torch import dtensor_spec, local_tensor, make_dtensor
 from ..comm import as_transferable
 from ..flat import FlatParamHandle
+from ..optim import map_leaves
 from ..ragged import CompositeDTensor, RaggedDTensor, ReplicatedDTensor, distribute_ragged, with_local
-from .fqns import Place, map_leaves
+from .fqns import Place
 from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
 
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from .._torch import group_device_types, versions_of, with_versions
 from ..errors import MisuseError, MisuseRuntimeError
+from ..optim import map_leaves
 from .agreement import (
     ask_all,
     attempt_together,
@@ -29,7 +30,7 @@ from .agreement import (
     refuse_lost_ranks,
     tell_and_compare,
 )
-from .fqns import ModelNames, map_leaves, patch_method
+from .fqns import ModelNames, patch_method
 from .gathering import Copies, Key, copy_to_cpu, digests_of, facts_of, gather_values, key_text
 from .model_state import (
     ModelPlan,

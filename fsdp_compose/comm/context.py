@@ -36,5 +36,10 @@ def forget_for(group: object, kind: type) -> None:
 
 def all_kept(kind: type[_Record]) -> list[tuple[Any, _Record]]:
     """Every process group for which a record of class ``kind`` is kept, with the record."""
-    groups = [reference() for reference in _contexts.keyrefs()]  # at once: another thread may add one
-    return [(group, record) for group in groups if (record := known_for(group, kind)) is not None]
+    found = []
+    for reference in _contexts.keyrefs():  # a list, made at once: another thread may add one
+        group = reference()  # gone, if another thread has dropped it meanwhile
+        record = None if group is None else known_for(group, kind)
+        if record is not None:
+            found.append((group, record))
+    return found

@@ -26,4 +26,8 @@ from .matrix_report import MatricesReport as MatricesReport
 from .matrixwise import Matrixwise as Matrixwise
 from .muon import Muon as Muon
 from .muon import muon_groups as muon_groups
+from .nested import Path as Path
+from .nested import leaves_of as leaves_of
+from .nested import map_leaves as map_leaves
+from .nested import put_leaf as put_leaf
 from .state_offload import offload_optimizer_states as offload_optimizer_states

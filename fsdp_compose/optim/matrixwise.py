@@ -14,9 +14,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from .._torch import is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..flat import FlatParamHandle, handle_of, local_of, refuse_unreduced
+from ..flat import FlatParamHandle, handle_of, local_of
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, note_write_of_all_ranks
 from .matrices import (
     NO_TRANSPORT,
@@ -34,18 +33,35 @@ from .matrices import (
     Member,
     Plan,
     gather_cut,
-    local_gradient,
     name_of,
     own_part,
     refuse_block_rows,
     shape_of,
 )
 from .matrix_report import MatricesReport, buckets_of, report_of
-from .matrix_state import NUMBERS, Leaf, described, is_shown, leaves, nested
-from .step_agreement import WITH, WITHOUT, agree_on_step, share_changes
+from .nested import Path, leaves_of, put_leaf
+from .step_agreement import Gradients, Trained, begin_step, share_changes
 
 _STEP = "Matrixwise.step()"
 _ONE_BUCKET = 1 << 62  # the user's optimizer steps once, so all its matrices must be there
+
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # in which numbers are shown
+_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+
+
+class _Leaf(NamedTuple):
+    """What kind of value is in the state of a matrix.
+
+    Attributes:
+        shape: of a tensor, ``()`` of a number.
+        dtype: its name; ``None``: ``value`` is a text or ``None`` itself, the same on every rank.
+    """
+
+    path: Path
+    shape: tuple[int, ...] = ()
+    dtype: str | None = None
+    value: str | None = None
 
 
 class Matrixwise(Optimizer):
@@ -65,7 +81,8 @@ class Matrixwise(Optimizer):
     works as ever. What an optimizer computes over several parameters (a norm of all gradients, say) it computes over
     those of one owner: such optimizers are not for ``Matrixwise``.
 
-    Memory: during a step each rank has its matrices and their gradients whole, about two shards more.
+    Memory: during a step each rank has its matrices and their gradients whole, about two shards more, and up to two
+    more while they travel.
 
     Ranks: all ranks of the model make it and step together, with gradients for the same parameters.
 
@@ -100,8 +117,9 @@ class Matrixwise(Optimizer):
         self._known = _Known(())
         self._hyperparameters: list[list[str]] = []  # of each parameter group, the names of those that ``make`` gave
         self._optimizers: list[Optimizer | None] = []  # of each parameter group, for the matrices of this rank
+        self._is_made = False  # that is, the two that follow are
         self._wholes: dict[_Number, nn.Parameter] = {}  # this rank's matrices
-        self._layouts: dict[_Number, list[Leaf]] = {}  # what the state of any matrix consists of
+        self._layouts: dict[_Number, list[_Leaf]] = {}  # what the state of any matrix consists of
         self._shown: dict[_Number, list[tuple[Any, Any]]] = {}  # values in the state of matrices, and how it shows them
         super().__init__(params, {"block_rows": block_rows})
 
@@ -159,20 +177,21 @@ class Matrixwise(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        known = self._begin()
-        if not any(self._optimizers):
+        known = self._plan()
+        gradients = begin_step("Matrixwise", known.trained, (), ("block_rows",))
+        if not self._is_made:
             self._make_own()
         try:
-            moved = [_Moved(known, plan) for plan in known.plans]
+            moved = [_Moved(plan, numbers, gradients) for plan, numbers in zip(known.plans, known.numbers, strict=True)]
             for item in moved:
                 item.gather(self._wholes)
-            self._agree_on_state(known, self._step_own())
+            self._step_together(known)
             for item in moved:
                 item.scatter()
         finally:
             for whole in self._wholes.values():
                 whole.data, whole.grad = _no_memory(whole), None
-        note_write_of_all_ranks([param for param in self._params if param.grad is not None])
+        note_write_of_all_ranks([param for param in known.trained.params if param.grad is not None])
         self._show()
         return loss
 
@@ -184,20 +203,16 @@ class Matrixwise(Optimizer):
         for plan in plans:
             for bucket in buckets_of(plan):
                 exchange = bucket.exchange
-                # Values and gradients: whole at this rank, and on their way.
+                # Values and gradients, whole at this rank; and either of them on its way.
                 stacked = sum([stack.numel for stack in exchange.owned])
-                temporary += 2 * plan.ns_dtype.itemsize * (stacked + exchange.num_sent + exchange.num_received)
+                temporary += plan.ns_dtype.itemsize * (2 * stacked + exchange.num_sent + exchange.num_received)
         return report_of("Matrixwise", plans, 3, temporary)
 
     # ---- What is planned once
 
-    @property
-    def _params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
     def _plan(self) -> _Known:
-        params = self._params
         # Parameters that were moved or sharded anew have other specs.
+        params = [param for group in self.param_groups for param in group["params"]]
         key = tuple([(id(param), id(getattr(param, "_spec", None))) for param in params])
         if self._known.key != key:
             known = _known_of(key, self.param_groups)
@@ -209,90 +224,57 @@ class Matrixwise(Optimizer):
             self._known = known
         return self._known
 
-    def _begin(self) -> _Known:
-        """Return the plans, once all ranks are about to do the same."""
-        known, error = self._plan(), None
-        try:
-            refuse_unreduced(_STEP, self._params)
-            for param in self._params:
-                if param.grad is not None:
-                    local_gradient("Matrixwise", param)
-        except (RuntimeError, ValueError) as caught:  # the others wait for this rank
-            error = caught
-        peers = known.peers()
-        if peers:
-            known.digest = known.digest or blake2b("\n".join(self._lines(False)).encode()).digest()
-            present = bytes([param.grad is not None for param in known.params])
-            agree_on_step(_STEP, peers, known.digest + present, self._lines, error)
-        elif error is not None:
-            raise error
-        return known
-
-    def _lines(self, with_gradients: bool = True) -> list[str]:
-        """What this rank trains, in words."""
-        lines = []
-        for group in self.param_groups:
-            for param in group["params"]:
-                line = f"{name_of(param)} of shape {tuple(param.shape)}, block_rows={group['block_rows']}"
-                lines.append(f"{line}, {WITHOUT if param.grad is None else WITH}" if with_gradients else line)
-        return lines
-
     # ---- The user's optimizers, at owners
 
     def _make_own(self) -> None:
         """Make the user's optimizers for all matrices that this rank owns."""
-        known = self._plan()
-        for index, group in enumerate(self.param_groups):
-            own: list[nn.Parameter] = []
-            for i, param in enumerate(known.params):
-                for k in range(known.counts[i]) if known.groups[i] == index else ():
-                    if known.is_own((i, k)):
-                        own.append(_stand_in(param, group["block_rows"], known.device((i, k))))
-                        self._wholes[i, k] = own[-1]
-            self._optimizers[index] = self._made(own) if own else None
+        known, own = self._plan(), [list[nn.Parameter]() for _ in self.param_groups]
+        for i, (param, count) in enumerate(zip(known.trained.params, known.counts, strict=True)):
+            block_rows = self.param_groups[known.groups[i]]["block_rows"]
+            for k in range(count):
+                if known.is_own((i, k)):
+                    self._wholes[i, k] = _stand_in(param, block_rows, known.device((i, k)))
+                    own[known.groups[i]].append(self._wholes[i, k])
+        self._optimizers = [self._made(params) if params else None for params in own]
+        self._is_made = True
 
-    def _step_own(self) -> Exception | None:
-        """Step this rank's matrices. Return what the optimizer raised."""
+    def _step_own(self) -> dict[_Number, list[_Leaf]]:
+        """Step this rank's matrices. Return what their state then consists of."""
         for group, names, optimizer in zip(self.param_groups, self._hyperparameters, self._optimizers, strict=True):
-            if optimizer is None:
-                continue
-            optimizer.param_groups[0].update({name: group[name] for name in names})
-            try:
+            if optimizer is not None:
+                optimizer.param_groups[0].update({name: group[name] for name in names})
                 optimizer.step()
-                for number in self._wholes:
-                    self._layout_of(number)  # raises if the state has what cannot be shown
-            except Exception as error:  # the user's code: the other ranks wait for its results
-                return error
-        return None
+        states = [(number, self._state_of(number)) for number in self._wholes]
+        return {number: [_described(*item) for item in leaves_of(state)] for number, state in states}
 
-    def _agree_on_state(self, known: _Known, error: Exception | None) -> None:
-        """Share what is new in the state of matrices, or in parameter groups; raise on every rank if an optimizer
-        failed on one."""
-        problem = ""
-        if error is not None:
-            rank = f"on rank {dist.get_rank()}, " if known.peers() else ""
+    def _step_together(self, known: _Known) -> None:
+        """Step this rank's matrices, and share what is new in the state of matrices, or in parameter groups; raise on
+        every rank if an optimizer failed on one."""
+        layouts: dict[_Number, list[_Leaf]] = {}
+        problem, cause = "", None
+        try:
+            layouts = self._step_own()
+        except Exception as error:  # the user's code: the other ranks wait for its results
+            rank = f"on rank {dist.get_rank()}, " if known.trained.peers() else ""
             problem = f"{rank}the optimizer raised {type(error).__name__}: {error}".replace("\n", " ")
-        layouts = {} if problem else {number: self._layout_of(number) for number in self._wholes}
+            cause = error
         changed = {number: layout for number, layout in layouts.items() if layout != self._layouts.get(number)}
-        facts: dict[str, Any] = {"problem": problem, "groups": self._changed_groups()}
+        facts: dict[str, Any] = {"problem": problem, "groups": {} if problem else self._changed_groups()}
         facts["layouts"] = [[*number, layout] for number, layout in changed.items()]
         is_news = bool(problem or changed or facts["groups"])
         brought = [facts]
-        for group in known.peers():
+        for group in known.trained.peers():
             brought += map(json.loads, share_changes(_STEP, group, json.dumps(facts) if is_news else ""))
         problems = [item["problem"] for item in brought if item["problem"]]
         if problems:
             raise RuntimeError(
                 f"{_STEP}: {problems[0]}. No parameter was changed, but the state of matrices was: load a checkpoint"
-            ) from error
-        for item in brought:
+            ) from cause
+        for item in brought[1:]:
             for i, k, found in item["layouts"]:
-                self._layouts[i, k] = [Leaf(tuple(path), tuple(shape), *rest) for path, shape, *rest in found]
+                self._layouts[i, k] = [_Leaf(tuple(path), tuple(shape), *rest) for path, shape, *rest in found]
+        self._layouts.update(layouts)  # of matrices that every rank has, ranks may know different things
         self._follow_groups([item["groups"] for item in brought])
-
-    def _layout_of(self, number: _Number) -> list[Leaf]:
-        state = self._state_of(number)
-        return [described(path, leaf) for path, leaf in leaves(state)]
 
     def _state_of(self, number: _Number) -> dict[str, Any]:
         optimizer = self._optimizers[self._known.groups[number[0]]]
@@ -334,18 +316,18 @@ class Matrixwise(Optimizer):
         fresh: dict[int, dict[str, Any]] = {}
         for number, layout in sorted(self._layouts.items()):
             i, k = number
-            values = [value for _, value in leaves(self._state_of(number))] if number in self._wholes else [*layout]
+            values = [value for _, value in leaves_of(self._state_of(number))] if number in self._wholes else [*layout]
             shown = self._shown.setdefault(number, [])
-            if len(shown) == len(values) and all(map(is_shown, shown, values)):
+            if len(shown) == len(values) and all(map(_is_shown, shown, values)):
                 continue
             shown[:] = [(value, self._placed(number, leaf, value)) for leaf, value in zip(layout, values, strict=True)]
-            fresh.setdefault(i, {})[str(k)] = nested(layout, [made for _, made in shown])
+            fresh.setdefault(i, {})[str(k)] = _nested(layout, [made for _, made in shown])
         for i, by_matrix in fresh.items():
-            param = self._known.params[i]
+            param = self._known.trained.params[i]
             is_one = self._known.counts[i] == 1
             self.state[param] = by_matrix["0"] if is_one else {**self.state.get(param, {}), **by_matrix}
 
-    def _placed(self, number: _Number, leaf: Leaf, value: Any) -> Any:
+    def _placed(self, number: _Number, leaf: _Leaf, value: Any) -> Any:
         """How a value is shown. ``value``: the value itself at the owner, anything elsewhere."""
         if leaf.dtype is None:
             return leaf.value
@@ -359,10 +341,16 @@ class Matrixwise(Optimizer):
     def place_state(
         self, param: torch.Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Return an uninitialized tensor that is placed as this optimizer keeps a part of its state; see
-        ``fsdp_compose.checkpoint``. Ranks: any; nothing is communicated."""
+        """Return an uninitialized tensor that is placed as this optimizer keeps a part of its state, whole at the
+        owner; ``None`` if that is no state of a matrix. Checkpoints ask.
+
+        Ranks: any; nothing is communicated.
+
+        Args:
+            key: the path in ``state[param]``, with dots: ``"exp_avg"``, and ``"3.exp_avg"`` of matrix 3 of a stack.
+            shape, dtype: of the whole value."""
         known = self._plan()
-        i = next((i for i, item in enumerate(known.params) if item is param), None)
+        i = next((i for i, item in enumerate(known.trained.params) if item is param), None)
         first = key.partition(".")[0]
         if i is None or (known.counts[i] > 1 and not (first.isdigit() and int(first) < known.counts[i])):
             return None
@@ -377,10 +365,10 @@ class Matrixwise(Optimizer):
         Ranks: all ranks of the model."""
         known = self._plan()
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for i, number in enumerate(numbers[: len(known.params)]):
+        for i, number in enumerate(numbers[: len(known.trained.params)]):
             self._check_numbers(i, state_dict["state"].get(number, {}))
         super().load_state_dict(state_dict)
-        self._wholes, self._layouts, self._shown = {}, {}, {}
+        self._is_made, self._wholes, self._layouts, self._shown = False, {}, {}, {}
         self._make_own()
         for i, number in enumerate(numbers):
             given = state_dict["state"].get(number, {})  # not what torch has cast to the dtype of parameters
@@ -395,21 +383,22 @@ class Matrixwise(Optimizer):
         count = self._known.counts[i]
         numbers = [key for key, value in given.items() if str(key).isdigit() and isinstance(value, Mapping)]
         if given and (numbers if count == 1 else len(numbers) != len(given) or int(max(numbers, key=int)) >= count):
+            expected = "the state of one" if count == 1 else "their numbers"
             raise MisuseRuntimeError(
-                f"Matrixwise.load_state_dict(): {name_of(self._known.params[i])} has {count} matrices here, and the "
-                f"state has the keys {[*given][:4]}: expected {'the state of one' if count == 1 else 'their numbers'}. "
-                "Was it saved with another block_rows, or by another optimizer?"
+                f"Matrixwise.load_state_dict(): {name_of(self._known.trained.params[i])} has {count} matrices here, "
+                f"and the state has the keys {[*given][:4]}: expected {expected}. Was it saved with another "
+                "block_rows, or by another optimizer?"
             )
 
     def _take(self, number: _Number, entries: Mapping[str, Any]) -> None:
         """Take the state of one matrix."""
-        found = [*leaves(entries)]
-        layout = self._layouts[number] = [described(path, leaf) for path, leaf in found]
+        found = [*leaves_of(entries)]
+        layout = self._layouts[number] = [_described(path, leaf) for path, leaf in found]
         values = [self._loaded(number, leaf) for _, leaf in found]
         if number in self._wholes:
             optimizer = self._optimizers[self._known.groups[number[0]]]
             assert optimizer is not None
-            optimizer.state[self._wholes[number]] = nested(layout, values)
+            optimizer.state[self._wholes[number]] = _nested(layout, values)
 
     def _loaded(self, number: _Number, leaf: Any) -> Any:
         """A value of the state of a matrix as its optimizer keeps it. Ranks: all that have the parameter."""
@@ -423,8 +412,8 @@ class Matrixwise(Optimizer):
         if number not in self._wholes:
             return None
         whole = whole.reshape(tuple(leaf.shape))
-        if not leaf.dim() and leaf.dtype in NUMBERS:
-            return NUMBERS[leaf.dtype](whole.item())
+        if not leaf.dim() and leaf.dtype in _NUMBERS:
+            return _NUMBERS[leaf.dtype](whole.item())
         return whole.clone()  # the state dict may be another optimizer's
 
 
@@ -440,18 +429,17 @@ class _Known:
 
     Attributes:
         key: what it depends on.
-        params: of all parameter groups, and ``groups``: the number of the group of each.
+        trained: the parameters, and ``groups``: the number of the parameter group of each.
         plans: for the matrices of parameters with equal dtypes whose shards lie on the same ranks.
-        places: for each parameter, its plan and its number there.
-        digest: of all that, found at the first step, since parameters get other names at a first forward.
+        places: for each parameter, its plan and its number there; ``numbers``: for each plan, those of its parameters.
     """
 
     key: object
-    params: list[torch.Tensor] = field(default_factory=list)
+    trained: Trained = field(default_factory=Trained)
     groups: list[int] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     places: list[tuple[Plan, int]] = field(default_factory=list)
-    digest: bytes = b""
+    numbers: list[list[int]] = field(default_factory=list)
 
     @cached_property
     def counts(self) -> list[int]:
@@ -482,18 +470,13 @@ class _Known:
         """Where a matrix is computed with."""
         return self.places[number[0]][0].device
 
-    def peers(self) -> list[dist.ProcessGroup]:
-        """The process groups of all ranks that step together."""
-        meshes = [plan.mesh for plan in self.plans]
-        return [*dict.fromkeys([mesh.peers for mesh in meshes if mesh is not None and mesh.has_peers])]
-
     def placed(self, number: _Number, shape: Sequence[int], local: torch.Tensor) -> torch.Tensor:
         """Return a part of the state of a matrix: a tensor that lies whole at its owner.
 
         Args:
             local: all of it at the owner, nothing elsewhere; its shape does not matter.
         """
-        param = self.params[number[0]]
+        param = self.trained.params[number[0]]
         if not isinstance(param, DTensor):
             return local.view(tuple(shape))
         placements = self.placements(number, shape)
@@ -507,7 +490,7 @@ class _Known:
 
     def placements(self, number: _Number, shape: Sequence[int]) -> list[Placement]:
         """How a part of the state of a matrix of a sharded parameter lies."""
-        param, (plan, _) = self.params[number[0]], self.places[number[0]]
+        param, (plan, _) = self.trained.params[number[0]], self.places[number[0]]
         assert isinstance(param, DTensor)
         owner, rows = self.owner(number), shape[0] if shape else 1
         whole = RaggedShard([(0, owner), (rows, 1), (0, plan.num_ranks - owner - 1)])
@@ -515,7 +498,7 @@ class _Known:
 
 
 def _known_of(key: object, groups: Sequence[dict[str, Any]]) -> _Known:
-    known = _Known(key)
+    known = _Known(key, Trained.by(groups))
     members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
     positions: list[tuple[Any, int]] = []
     for number, group in enumerate(groups):
@@ -526,12 +509,12 @@ def _known_of(key: object, groups: Sequence[dict[str, Any]]) -> _Known:
             member = Member(param, group, shape_of(param, name_of(param), group["block_rows"]))
             positions.append((where, len(members.setdefault(where, (handle, []))[1])))
             members[where][1].append(member)
-            known.params.append(param)
             known.groups.append(number)
     plans = {where: Plan(found, handle, False, _ONE_BUCKET, where[1]) for where, (handle, found) in members.items()}
     known.plans += plans.values()
     known.places += [(plans[where], n) for where, n in positions]
-    for param, number, num_here in zip(known.params, known.groups, known.counts, strict=True):
+    known.numbers += [[i for i, (other, _) in enumerate(known.places) if other is plan] for plan in known.plans]
+    for param, number, num_here in zip(known.trained.params, known.groups, known.counts, strict=True):
         if num_here != _num_matrices(param, groups[number]["block_rows"]):
             raise MisuseError(
                 f"Matrixwise: tensor or expert parallelism gives this rank {num_here} of the "
@@ -544,10 +527,9 @@ def _known_of(key: object, groups: Sequence[dict[str, Any]]) -> _Known:
 class _Moved:
     """The matrices of one plan during a step."""
 
-    def __init__(self, known: _Known, plan: Plan) -> None:
-        present = bytes([member.param.grad is not None for member in plan.members])
-        self._plan, self._wanted = plan, 1 in present
-        self._numbers = [i for i, (other, _) in enumerate(known.places) if other is plan]
+    def __init__(self, plan: Plan, numbers: Sequence[int], gradients: Gradients) -> None:
+        present = bytes([id(member.param) in gradients for member in plan.members])
+        self._plan, self._numbers, self._gradients, self._wanted = plan, numbers, gradients, 1 in present
         if self._wanted:
             self._label, (bucket,) = plan.exchanges_of(present)
             self._exchange = bucket.exchange
@@ -561,12 +543,9 @@ class _Moved:
         if not self._wanted:
             return
         params = [member.param for member in self._plan.members]
-        found = []
-        for tensors in (params, [param.grad for param in params]):
-            flat = [NOTHING if tensor is None else local_of(tensor).detach().reshape(-1) for tensor in tensors]
-            dtype, device = self._plan.ns_dtype, self._plan.device
-            found.append(self._exchange.gather(flat, dtype, device, self._transport, self._label))
-        values, gradients = (finish() for finish in found)
+        # One after the other, so that buffers for what moves exist once at a time.
+        values = self._gathered([local_of(param).detach() for param in params])
+        gradients = self._gathered([self._gradients.get(id(param), NOTHING) for param in params])
         for stack, content, gradient in zip(self._exchange.owned, values, gradients, strict=True):
             member = self._plan.members[stack.param]
             whole, grad = content, gradient
@@ -583,6 +562,10 @@ class _Moved:
                 target = wholes[self._numbers[stack.param], k]
                 target.data, target.grad = view.view(target.shape), its_gradient.view(target.shape)
                 self._given.append((target, view))
+
+    def _gathered(self, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        flat = [local.reshape(-1) for local in locals_]
+        return self._exchange.gather(flat, self._plan.ns_dtype, self._plan.device, self._transport, self._label)()
 
     def scatter(self) -> None:
         """Write the matrices to the parameters of all ranks."""
@@ -636,3 +619,35 @@ def _stand_in(param: torch.Tensor, block_rows: int | None, device: torch.device 
 
 def _no_memory(whole: torch.Tensor) -> torch.Tensor:
     return whole.new_zeros(()).expand(whole.shape)
+
+
+# ---- Values in the state of a matrix
+
+
+def _described(path: Path, leaf: Any) -> _Leaf:
+    if isinstance(leaf, torch.Tensor):
+        return _Leaf(path, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+    if type(leaf) in _DTYPES:
+        return _Leaf(path, (), str(_DTYPES[type(leaf)]).removeprefix("torch."))
+    if leaf is None or type(leaf) is str:
+        return _Leaf(path, value=leaf)
+    raise MisuseTypeError(
+        f"Matrixwise: the optimizer keeps a {type(leaf).__name__} in its state, as {'.'.join(map(str, path))}: "
+        "expected tensors, numbers, texts and None, also in lists and dicts"
+    )
+
+
+def _is_shown(shown: tuple[Any, Any], value: Any) -> bool:
+    """Whether a value is still the one that was shown, in the same memory."""
+    before, made = shown
+    if before is not value or not isinstance(value, torch.Tensor):
+        return before is value
+    return made.dtype == value.dtype and made.shape == value.shape and local_of(made).data_ptr() == value.data_ptr()
+
+
+def _nested(layout: Sequence[_Leaf], values: Sequence[Any]) -> dict[str, Any]:
+    """Put values where ``layout`` says, into new lists and dicts."""
+    result: dict[str, Any] = {}
+    for leaf, value in zip(layout, values, strict=True):
+        put_leaf(result, leaf.path, value)
+    return result

@@ -7,15 +7,12 @@ back while the next one is."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from itertools import accumulate, pairwise
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -30,7 +27,7 @@ from .._torch import (
 )
 from ..comm import Label, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
-from ..flat import FlatParamHandle, handle_of, handle_of_segment, local_of, refuse_unreduced
+from ..flat import FlatParamHandle, handle_of, local_of
 from ..ragged import note_write_of_all_ranks
 from .matrices import (
     NO_TRANSPORT,
@@ -40,47 +37,65 @@ from .matrices import (
     Plan,
     Stack,
     gather_cut,
-    local_gradient,
     name_of,
     own_part,
     refuse_block_rows,
     shape_of,
 )
 from .matrix_report import MatricesReport, buckets_of, report_of
-from .newton_schulz import NS_COEFFICIENTS, SMALL, orthogonalize
-from .step_agreement import WITH, WITHOUT, agree_on_step
+from .step_agreement import Gradients, Trained, begin_step
 
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Matrices whose shorter side is in this range are computed together, one product for all: from 256 on that takes longer
+# on the CPU, and below 8 other bits may result.
+_SMALL = range(8, 256)
 _MUON, _ADAMW = "muon", "adamw"
 _ADJUSTMENTS = ("original", "match_rms_adamw")
+
+
+# ---- The mathematics
+
+
+def orthogonalize(matrices: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
+    """Newton-Schulz iterations on each of some matrices, (count, rows, cols), in their dtype. Their memory may be
+    overwritten. A quintic with the coefficients of Keller Jordan's Muon
+    (https://kellerjordan.github.io/posts/muon/); in bfloat16 the bits of ``torch.optim.Muon``."""
+    if len(matrices) > 1 and min(matrices.shape[1:]) not in _SMALL:
+        return torch.stack([_orthogonalize(matrix, coefficients, steps, eps) for matrix in matrices])
+    if len(matrices) == 1:
+        return _orthogonalize(matrices[0], coefficients, steps, eps)[None]
+    a, b, c = coefficients
+    is_tall = matrices.size(1) > matrices.size(2)
+    x = matrices.mT if is_tall else matrices
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _orthogonalize(x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
+    a, b, c = coefficients
+    is_tall = x.size(0) > x.size(1)
+    if is_tall:
+        x = x.mT
+    x.div_(x.norm().clamp(min=eps))  # the spectral norm is at most this one
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 # ---- The optimizer
 
 
-_Gradients = dict[int, torch.Tensor]
-
-
-@dataclass(eq=False)
-class _Known:
-    """What is found out once about the parameters of an optimizer.
-
-    Attributes:
-        key: what it depends on.
-        plans: for the matrices of each shard group.
-        shared: the parameters that ranks train together, with their groups: sharded ones, and flat views.
-        handles: of each mesh, a flat parameter.
-        digest: of what this rank trains. Made at the first step, since parameters get other names at a first forward.
-    """
+class _Known(NamedTuple):
+    """What is found out once about the parameters of an optimizer: what that depends on, and plans for the matrices of
+    each shard group."""
 
     key: object
+    trained: Trained
     plans: list[Plan]
-    shared: list[tuple[torch.Tensor, dict[str, Any]]]
-    handles: list[FlatParamHandle]
-    digest: bytes = b""
-
-    def peers(self) -> list[dist.ProcessGroup]:
-        """The process groups of all ranks that step together: for each model one, once it has run."""
-        return [*dict.fromkeys([item.mesh.peers for item in self.handles if item.mesh.has_peers])]
 
 
 class Muon(Optimizer):
@@ -145,7 +160,7 @@ class Muon(Optimizer):
                 "number of bytes above 0"
             )
         self._ns_dtype, self._bucket_bytes, self._over_replicas = ns_dtype, bucket_bytes, over_replicas
-        self._known = _Known((), [], [], [])
+        self._known = _Known((), Trained(), [])
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
@@ -187,8 +202,10 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = self._begin()
-        for plan in self._plan().plans:
+        known = self._plan()
+        head = f"ns_dtype={self._ns_dtype}, bucket_bytes={self._bucket_bytes}, over_replicas={self._over_replicas}"
+        gradients = begin_step("Muon", known.trained, [head], ("algorithm", "block_rows"))
+        for plan in known.plans:
             self._step_muon(plan, gradients)
         for group in self.param_groups:
             if group["algorithm"] == _ADAMW:
@@ -203,44 +220,9 @@ class Muon(Optimizer):
         temporary = max([_temporary_bytes(plan, buckets_of(plan)) for plan in plans], default=0)
         return report_of("Muon", plans, 2, temporary)
 
-    # ---- What all ranks agree on before anything changes
-
-    def _begin(self) -> _Gradients:
-        """Return this rank's parts of the gradients, by the id of the parameter, once all ranks are about to do the
-        same."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        gradients: _Gradients = {}
-        error = None
-        try:
-            refuse_unreduced("Muon.step()", params)
-            gradients = {id(param): local_gradient("Muon", param) for param in params if param.grad is not None}
-        except (RuntimeError, ValueError) as caught:  # the others wait for this rank: they are told
-            error = caught
-        known = self._plan()
-        peers = known.peers()
-        if peers:
-            known.digest = known.digest or blake2b("\n".join(self._lines()).encode()).digest()
-            present = bytes([param.grad is not None for param, _ in known.shared])
-            agree_on_step("Muon.step()", peers, known.digest + present, partial(self._lines, True), error)
-        elif error is not None:
-            raise error
-        return gradients
-
-    def _lines(self, with_gradients: bool = False) -> list[str]:
-        """What this rank trains, in words."""
-        lines = [f"ns_dtype={self._ns_dtype}, bucket_bytes={self._bucket_bytes}, over_replicas={self._over_replicas}"]
-        for param, group in self._known.shared:
-            what, view = f"{name_of(param)} of shape {tuple(param.shape)}", handle_of_segment(param)
-            if view is not None:  # that may have another shape on each rank
-                what = f"a flat view in the group of {view.name_of(0)}"
-            how = f"algorithm={group['algorithm']!r}, block_rows={group['block_rows']}"
-            has = f", {WITHOUT if param.grad is None else WITH}" if with_gradients else ""
-            lines.append(f"{what}, {how}{has}")
-        return lines
-
     # ---- AdamW, element by element
 
-    def _step_adamw(self, group: dict[str, Any], gradients: _Gradients) -> None:
+    def _step_adamw(self, group: dict[str, Any], gradients: Gradients) -> None:
         params = [param for param in group["params"] if param.grad is not None]
         if not params:
             return
@@ -270,26 +252,20 @@ class Muon(Optimizer):
 
     def _planned(self, key: object) -> _Known:
         members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
-        handles: dict[int, FlatParamHandle] = {}
-        shared: list[tuple[torch.Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
-            for param in group["params"]:
+            for param in group["params"] if group["algorithm"] == _MUON else ():
                 place = handle_of(param)
-                handle = handle_of_segment(param) if place is None else place[0]
-                if handle is not None:
-                    handles.setdefault(id(handle.mesh), handle)
-                    shared.append((param, group))
-                if group["algorithm"] == _MUON:
-                    where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
-                    shape = shape_of(param, name_of(param), group["block_rows"])
-                    members.setdefault(where, (handle, []))[1].append(Member(param, group, shape))
+                handle = None if place is None else place[0]
+                where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
+                shape = shape_of(param, name_of(param), group["block_rows"])
+                members.setdefault(where, (handle, []))[1].append(Member(param, group, shape))
         plans = [
             Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
             for handle, found in members.values()
         ]
-        return _Known(key, plans, shared, [*handles.values()])
+        return _Known(key, Trained.by(self.param_groups), plans)
 
-    def _step_muon(self, plan: Plan, gradients: _Gradients) -> None:
+    def _step_muon(self, plan: Plan, gradients: Gradients) -> None:
         present = bytes([member.param.grad is not None for member in plan.members])
         if 1 not in present:
             return
@@ -322,7 +298,7 @@ class Muon(Optimizer):
         _apply(plan, leaving())
         note_write_of_all_ranks([member.param for member in plan.members if member.param.grad is not None])
 
-    def _update(self, plan: Plan, bucket: Bucket, gradients: _Gradients) -> dict[int, torch.Tensor]:
+    def _update(self, plan: Plan, bucket: Bucket, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Update the momentum of a bucket's matrices. Return this rank's parts of their updates before they are
         orthogonalized, by parameter, 1-D, in ``ns_dtype``."""
         by_group: dict[int, list[tuple[int, int, int]]] = {}
@@ -457,7 +433,7 @@ def _stacked(exchange: Exchange) -> int:
 
 def _taken_together(plan: Plan, stack: Stack) -> int:
     numel = stack.rows * stack.cols
-    if min(stack.rows, stack.cols) not in SMALL:
+    if min(stack.rows, stack.cols) not in _SMALL:
         return numel
     return numel * max(1, min(stack.count, plan.most_together // numel))
 
@@ -512,7 +488,7 @@ def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor])
         else:
             alike.setdefault((content.shape[1:], how), []).append(content)
     for ((rows, cols), how), contents in alike.items():
-        most = max(1, plan.most_together // (rows * cols)) if min(rows, cols) in SMALL else 1
+        most = max(1, plan.most_together // (rows * cols)) if min(rows, cols) in _SMALL else 1
         chunks = [chunk for content in contents for chunk in content.split(most)]
         for together in _packed(chunks, most):
             given = together[0] if len(together) == 1 else torch.cat(together)
@@ -569,20 +545,20 @@ def _arrived(
 def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
     """Write results to this rank's parts of the parameters."""
     alike: dict[tuple[int, float, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    flats: dict[int, torch.Tensor] = {}
     for i, start, part in parts:
         if not part.numel():
             continue
         member = plan.members[i]
         local, group = local_of(member.param), member.group
-        if local.is_contiguous():
-            target = local.view(-1)[start : start + part.numel()]
-        else:
-            target, part = local, part.view(local.shape)
+        if i not in flats:
+            flats[i] = local.reshape(-1)  # of a plain parameter with other strides, a copy
+        target = flats[i][start : start + part.numel()]
         rate = _adjusted(float(group["lr"]), group["adjust_lr_fn"], member.shape.rows, member.shape.cols)
         targets, updates = alike.setdefault((id(group), rate, local.dtype), ([], []))
         part = part.to(local.device)
         # On the CPU torch (2.13) converts all of a tensor before it adds it to one of another dtype.
-        most = plan.most_together if part.dtype != local.dtype and target.dim() == 1 else part.numel()
+        most = plan.most_together if part.dtype != local.dtype else part.numel()
         targets += target.split(most)
         updates += part.split(most)
     groups = {id(member.group): member.group for member in plan.members}
@@ -594,3 +570,7 @@ def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
             continue
         for target, update in zip(targets, updates, strict=True):  # foreach rounds a factor otherwise (torch 2.13)
             target.mul_(decay).add_(update, alpha=-rate)
+    for i, flat in flats.items():
+        local = local_of(plan.members[i].param)
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))

@@ -6,18 +6,106 @@ if digests differ do ranks send what they are about to do, through the key-value
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import zip_longest
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..comm import Carrier, meet
 from ..errors import FSDPComposeError, RanksDifferError
+from ..flat import FlatParamHandle, handle_of, handle_of_segment, refuse_unreduced
+from .matrices import local_gradient, name_of
 
 _FAILED = b"failed"
 _CHANGED = "Nothing was changed"
-WITH, WITHOUT = "with a gradient", "without a gradient"
+_WITH, _WITHOUT = "with a gradient", "without a gradient"
+
+
+Gradients = dict[int, torch.Tensor]
+"""This rank's parts of gradients, by the id of the parameter."""
+
+
+@dataclass(eq=False)
+class Trained:
+    """The parameters that an optimizer trains, found out once.
+
+    Attributes:
+        params: of all parameter groups.
+        shared: those that ranks train together, sharded ones and flat views, with their parameter groups.
+        handles: of each mesh, a flat parameter.
+        digest: of what this rank trains. Made at the first step, since parameters get other names at a first forward.
+    """
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    shared: list[tuple[torch.Tensor, Mapping[str, Any]]] = field(default_factory=list)
+    handles: list[FlatParamHandle] = field(default_factory=list)
+    digest: bytes = b""
+
+    @staticmethod
+    def by(groups: Sequence[Mapping[str, Any]]) -> Trained:
+        trained, by_mesh = Trained(), dict[int, FlatParamHandle]()
+        for group in groups:
+            for param in group["params"]:
+                place = handle_of(param)
+                handle = handle_of_segment(param) if place is None else place[0]
+                trained.params.append(param)
+                if handle is not None:
+                    by_mesh.setdefault(id(handle.mesh), handle)
+                    trained.shared.append((param, group))
+        trained.handles += by_mesh.values()
+        return trained
+
+    def peers(self) -> list[dist.ProcessGroup]:
+        """The process groups of all ranks that step together: for each model one, once it has run."""
+        return [*dict.fromkeys([item.mesh.peers for item in self.handles if item.mesh.has_peers])]
+
+
+def begin_step(optimizer: str, trained: Trained, head: Sequence[str], options: Sequence[str]) -> Gradients:
+    """Return this rank's parts of the gradients, once all ranks are about to do the same.
+
+    Ranks: all that have the parameters.
+
+    Args:
+        optimizer: its name, for messages.
+        head: lines that must be equal on all ranks; ``options``: entries of parameter groups that must be, too.
+
+    Raises:
+        RanksDifferError, RankLostError: see ``agree_on_step``.
+        RuntimeError, ValueError: on this rank, a gradient is not reduced, or is not sharded like its parameter.
+    """
+    what, gradients, error = f"{optimizer}.step()", Gradients(), None
+    try:
+        refuse_unreduced(what, trained.params)
+        gradients = {id(p): local_gradient(optimizer, p) for p in trained.params if p.grad is not None}
+    except (RuntimeError, ValueError) as caught:  # the others wait for this rank: they are told
+        error = caught
+    peers = trained.peers()
+    if peers:
+        lines = partial(_lines, trained, head, options)
+        trained.digest = trained.digest or blake2b("\n".join(lines(False)).encode()).digest()
+        present = bytes([param.grad is not None for param, _ in trained.shared])
+        agree_on_step(what, peers, trained.digest + present, lines, error)
+    elif error is not None:
+        raise error
+    return gradients
+
+
+def _lines(trained: Trained, head: Sequence[str], options: Sequence[str], with_gradients: bool = True) -> Sequence[str]:
+    """What this rank trains, in words."""
+    lines = [*head]
+    for param, group in trained.shared:
+        view = handle_of_segment(param)  # may have another shape on each rank
+        line = f"{name_of(param)} of shape {tuple(param.shape)}"
+        if view is not None:
+            line = f"a flat view in the group of {view.name_of(0)}"
+        line = ", ".join([line, *[f"{name}={group[name]!r}" for name in options]])
+        lines.append(f"{line}, {_WITHOUT if param.grad is None else _WITH}" if with_gradients else line)
+    return lines
 
 
 def agree_on_step(
@@ -86,7 +174,7 @@ def _explain(
 
 
 def _remedy(first: str, second: str) -> str:
-    if first.removesuffix(WITH).removesuffix(WITHOUT) == second.removesuffix(WITH).removesuffix(WITHOUT):
+    if first.removesuffix(_WITH).removesuffix(_WITHOUT) == second.removesuffix(_WITH).removesuffix(_WITHOUT):
         return (
             "A backward gives all ranks gradients for the same parameters: do not set .grad to None, or to a tensor, "
             "on some ranks only"

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp_compose import CPUOffloadPolicy, clip_grad_norm_, fully_shard, replicate
+from fsdp_compose import CPUOffloadPolicy, fully_shard, replicate
 from fsdp_compose.checkpoint import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -29,10 +29,9 @@ from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import Matrixwise
 from fsdp_compose.ragged import RaggedDTensor
 from tests.harness import distributed, run_distributed, same_on_every_rank
-from tests.models import GPT, batches, gpt_loss, shard_layers
-from tests.optim.test_muon import Parameters, give_gradients, gradients, hybrid_of_four, whole
-from tests.optim.test_muon_reports import AllToAlls
-from tests.training import full_values, local_part
+from tests.models import GPT, shard_layers
+from tests.optim.test_muon import Parameters, assert_train_alike, give_gradients, gradients, hybrid_of_four, whole
+from tests.optim.test_muon_reports import AllToAlls, peak_within
 
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(33, 20), (12, 40), (7, 7), (25, 16), (10,), (3, 12, 5), ()]
@@ -286,22 +285,38 @@ def test_training_a_whole_model_keeps_ranks_together():
     torch.manual_seed(0)
     reference = GPT()
     model = shard_layers(copy.deepcopy(reference))
-    start = {name: param.detach().clone() for name, param in reference.named_parameters()}
 
     def adam(params: list[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
 
     ours, theirs = Matrixwise(model.parameters(), adam), adam([*reference.parameters()])
-    for batch in batches(10):
-        for item, optimizer, part in ((model, ours, local_part(batch)), (reference, theirs, batch)):
-            gpt_loss(item, part).backward()
-            clip_grad_norm_(item.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    after = full_values(reference)
-    for name, value in full_values(model).items():
-        way = (after[name] - start[name]).abs().max()
-        assert (value - after[name]).abs().max() <= 2e-5 * way + 1e-6, name
+    assert_train_alike(model, reference, ours, theirs, steps=10, max_norm=1.0)
+
+
+@distributed(world_size=2)
+def test_plain_parameters_that_one_rank_uses_alone():
+    model = Parameters(SHAPES)
+    fully_shard(model, ignored_params={model.items[0]})  # an expert that got no tokens on the other rank
+    params, is_first = [*model.items], dist.get_rank() == 0
+    reference, optimizer = Reference(SHAPES, Shampoo), Matrixwise(params, Shampoo)
+    for step in range(3):
+        without = () if is_first else (0,)
+        give_gradients(params, step, without)
+        optimizer.step()
+        reference.step(step, without)
+    reference.assert_equal(params)
+    assert bool(optimizer.state[params[0]]) == is_first
+
+
+@distributed(world_size=(1, 2, 4))
+def test_temporary_memory():
+    shapes = [(256, 192)] * 12
+    model = fully_shard(Parameters(shapes), granularity=lambda _fqn, _param: "elements")
+    optimizer = Matrixwise(model.items, lambda params: torch.optim.SGD(params, lr=0.1, foreach=False))
+    give_gradients([*model.items], 0)
+    optimizer.step()
+    peak, told, largest = peak_within(optimizer.step), optimizer.describe().temporary_bytes, 256 * 192 * 4
+    assert told - largest <= peak <= told + 2 * largest
 
 
 @distributed(world_size=(1, 3))
