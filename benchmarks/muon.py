@@ -10,7 +10,11 @@ that the first rank's allocator gives out during a step.
 
     python benchmarks/muon.py                            # 2 processes
     python benchmarks/muon.py --processes 4
+    python benchmarks/muon.py --ns-dtype float32         # where the processor has no bfloat16 instructions
     python benchmarks/muon.py --quick
+
+torch's Muon computes in bfloat16 alone, and is left out in other dtypes. Without instructions for bfloat16 its products
+take nearly all the time, minutes for the larger matrices, and say nothing of anything else.
 """
 
 from __future__ import annotations
@@ -92,11 +96,15 @@ class _Written(torch.optim.Optimizer):
 class FullTensor(_Written):
     """Every rank gathers and orthogonalizes each update, and keeps its rows."""
 
+    def __init__(self, params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+        super().__init__(params)
+        self._dtype = dtype
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         rank, size = dist.get_rank(), dist.get_world_size()
         for param in self.params:
-            whole = self.update(param).full_tensor().bfloat16()
+            whole = self.update(param).full_tensor().to(self._dtype, copy=True)
             result = orthogonalize(whole[None], NS_COEFFICIENTS, 5, 1e-7)[0]
             rows = -(-param.shape[0] // size)
             self.apply(param, param.to_local(), result[rank * rows : (rank + 1) * rows])
@@ -105,8 +113,9 @@ class FullTensor(_Written):
 class AllToAll(_Written):
     """Owners of matrices whose rows are sharded evenly, one bucket for each block."""
 
-    def __init__(self, params: Iterable[nn.Parameter], per_bucket: int) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], per_bucket: int, dtype: torch.dtype) -> None:
         super().__init__(params)
+        self._dtype = dtype
         self._rank, size = dist.get_rank(), dist.get_world_size()
         group = self.params[0].device_mesh.get_group()
         self._transport = transport_of(group, torch.device("cpu"))
@@ -126,7 +135,7 @@ class AllToAll(_Written):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         updates = [self.update(param).to_local().reshape(-1) for param in self.params]
-        where = (torch.bfloat16, torch.device("cpu"), self._transport, Label(["matrices"]))
+        where = (self._dtype, torch.device("cpu"), self._transport, Label(["matrices"]))
         for exchange in self._exchanges:
             stacks = exchange.gather(updates, *where)()
             results = [orthogonalize(stack, NS_COEFFICIENTS, 5, 1e-7) for stack in stacks]
@@ -183,7 +192,7 @@ def _made(
     return model, make(params)
 
 
-def _measure(size: str, rounds: int) -> list[Row]:
+def _measure(size: str, rounds: int, dtype: torch.dtype) -> list[Row]:
     torch.manual_seed(0)
     width, num_blocks = SIZES[size]
     base = Llama(width, num_blocks, vocabulary=512)
@@ -191,16 +200,19 @@ def _measure(size: str, rounds: int) -> list[Row]:
     tokens = torch.randint(512, (2, 32))
     per_block = sum(param.dim() == 2 for param in base.blocks[0].parameters())
     fsdp2, ours, twice = partial(wrap, system=FSDP2), partial(wrap, system=OURS), partial(_ours, replicas=2)
+    muon = partial(Muon, lr=LR, ns_dtype=dtype)
     makes: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
-        FULL_TENSOR: (fsdp2, FullTensor),
+        FULL_TENSOR: (fsdp2, partial(FullTensor, dtype=dtype)),
         TORCH_ON_FSDP2: (fsdp2, partial(torch.optim.Muon, lr=LR)),
-        ALL_TO_ALL: (fsdp2, partial(AllToAll, per_bucket=per_block)),
+        ALL_TO_ALL: (fsdp2, partial(AllToAll, per_bucket=per_block, dtype=dtype)),
         TORCH_ON_OURS: (ours, partial(torch.optim.Muon, lr=LR)),
-        OURS: (ours, partial(Muon, lr=LR)),
-        WHOLE: (partial(_ours, is_whole=True), partial(Muon, lr=LR)),
+        OURS: (ours, muon),
+        WHOLE: (partial(_ours, is_whole=True), muon),
     }
+    if dtype != torch.bfloat16:
+        del makes[TORCH_ON_FSDP2], makes[TORCH_ON_OURS]
     if dist.get_world_size() % 2 == 0 and dist.get_world_size() > 2:
-        makes |= {TWICE: (twice, partial(Muon, lr=LR)), SHARED: (twice, partial(Muon, lr=LR, over_replicas=True))}
+        makes |= {TWICE: (twice, muon), SHARED: (twice, partial(muon, over_replicas=True))}
     steps, counts = {}, {}
     for name, (shard, make) in makes.items():
         model, optimizer = _made(base, shard, make)
@@ -239,9 +251,9 @@ def _row(
     return Row(title, name, cpu, cpu_ratio, wall, wall_ratio, sent / 1e6, *ratios, calls, peak)
 
 
-def _worker(sizes: Sequence[str], rounds: int, path: Path) -> None:
+def _worker(sizes: Sequence[str], rounds: int, dtype: str, path: Path) -> None:
     warnings.filterwarnings("ignore")
-    rows = [row for size in sizes for row in _measure(size, rounds)]
+    rows = [row for size in sizes for row in _measure(size, rounds, getattr(torch, dtype))]
     if dist.get_rank() == 0:
         path.write_text(json.dumps([asdict(row) for row in rows]))
 
@@ -251,14 +263,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="timed steps of each system (default: 15; --quick: 2)")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--ns-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the iterations")
     options = parser.parse_args()
     sizes = ["tiny"] if options.quick else options.sizes
     rounds = options.rounds or (2 if options.quick else 15)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
-        run_on_ranks(options.processes, _worker, sizes, rounds, path)
+        run_on_ranks(options.processes, _worker, sizes, rounds, options.ns_dtype, path)
         rows = [Row(**row) for row in json.loads(path.read_text())]
-    settings = {"processes": options.processes, "rounds": rounds, "load": os.getloadavg()[0]}
+    settings = {"processes": options.processes, "rounds": rounds, "dtype": options.ns_dtype, "load": os.getloadavg()[0]}
     result = report.Report(f"muon_{options.processes}", settings, rows)
     print(f"{options.processes} gloo processes, {rounds} rounds; medians, CPU time of all ranks.\n")
     print(result.table())

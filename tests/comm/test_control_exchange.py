@@ -233,6 +233,7 @@ def test_a_rank_opens_connections_to_its_partners_only():
     group = dist.group.WORLD
     control = make_gloo_group(group, dist.PrefixStore("descriptors", dist.distributed_c10d._get_default_store()))
     listening = num_descriptors() - before
+    dist.barrier()  # partners that are ahead would connect before this rank has counted
     doubling.Doubling(control, group)
     dist.barrier()
     partners = {item.partner for item in rounds_of(dist.get_rank(), 9)}
