@@ -17,11 +17,13 @@ from .agreement import agree as agree
 from .agreement import ask_all as ask_all
 from .agreement import group_of as group_of
 from .agreement import is_first as is_first
+from .background import SaveFuture, Saver, async_save
 from .fqns import ModelNames as ModelNames
 from .hf import extend_transformers_loader as extend_transformers_loader
 from .hf import load_hf, save_hf
 from .model_state import StateDictOptions
 from .planner import LoadPlanner, SavePlanner
+from .retention import keep, latest
 from .state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -36,11 +38,16 @@ from .storage import load, resume, save
 
 __all__ = [
     "LoadPlanner",
+    "SaveFuture",
     "SavePlanner",
+    "Saver",
     "StateDictOptions",
+    "async_save",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "keep",
+    "latest",
     "load",
     "load_hf",
     "patch_model_state_dict",

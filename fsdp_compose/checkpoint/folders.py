@@ -410,7 +410,7 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
     partial = partial_of(folder)
     mine = partial / token
     if not mine.is_dir():
-        raise _lost(folder, f"its files in {mine} are gone")
+        raise lost_to_another(folder, files_gone(mine))
     if manifest is not None:
         (mine / MANIFEST).write_text(as_text(manifest))
         sync(mine / MANIFEST)
@@ -418,9 +418,9 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
     try:
         _rename_to_new(mine, folder)
     except FileExistsError:
-        raise _lost(folder, f"{folder} exists now, and was not touched") from None
+        raise lost_to_another(folder, f"{folder} exists now, and was not touched") from None
     except FileNotFoundError:
-        raise _lost(folder, f"its files in {mine} are gone") from None
+        raise lost_to_another(folder, files_gone(mine)) from None
     sync(folder.parent)
     with contextlib.suppress(OSError):  # another save may have begun there
         partial.rmdir()
@@ -438,7 +438,12 @@ def _rename_to_new(source: Path, folder: Path) -> None:
         raise
 
 
-def _lost(folder: Path, found: str) -> MisuseRuntimeError:
+def files_gone(path: Path) -> str:
+    return f"its files in {path} are gone"
+
+
+def lost_to_another(folder: Path, found: str) -> MisuseRuntimeError:
+    """The error of a save that another one has replaced, or come before."""
     return MisuseRuntimeError(
         f"another job saves to {folder} too: {found}. This save stops and does not touch the other job's files. Let "
         "each job save to its own folders"
@@ -546,12 +551,23 @@ def refuse_damage(contents: Contents, part: int, num_parts: int) -> None:
             raise CheckpointDamagedError(found)
 
 
+def has_all_files(contents: Contents) -> bool:
+    """Whether all files are there, with the sizes that they were written with."""
+    return not any(_size_problem(contents.folder / name, *of) for name, of in contents.files.items())
+
+
 def _damage_of(path: Path, size: int, total: int | None) -> str:
+    if problem := _size_problem(path, size, total):
+        return problem
+    if total is not None and checksum(path) != total:
+        return f"{path} is not as it was written (its checksum differs). Load an earlier checkpoint"
+    return ""
+
+
+def _size_problem(path: Path, size: int, total: int | None) -> str:
     if not path.is_file():
         return f"{path} is missing: the checkpoint is damaged. Load an earlier one"
     found = path.stat().st_size
     if found < size or (total is not None and found != size):
         return f"{path} has {found} bytes, but {size} were written: the checkpoint is damaged. Load an earlier one"
-    if total is not None and checksum(path) != total:
-        return f"{path} is not as it was written (its checksum differs). Load an earlier checkpoint"
     return ""

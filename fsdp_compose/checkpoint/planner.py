@@ -384,7 +384,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         value = super().transform_object(write_item, object)
-        return _with_own_storage(value) if isinstance(value, torch.Tensor) else value
+        return with_own_storage(value) if isinstance(value, torch.Tensor) else value
 
 
 def keys_of(state_dict: dict[str, Any]) -> list[str]:
@@ -424,7 +424,7 @@ def owner_of(key: str, num_ranks: int) -> int:
     return zlib.crc32(key.encode()) % num_ranks
 
 
-def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Present part of a storage as a storage of its own, which keeps the original alive."""
     is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
     if not is_part or not tensor.nbytes or not tensor.is_contiguous() or tensor.device.type != "cpu":

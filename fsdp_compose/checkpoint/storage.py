@@ -10,9 +10,9 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,38 +188,94 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         RuntimeError: on every rank: the folder exists, a value cannot be saved, a plain tensor in an optimizer's state
             differs from rank to rank, or a rank did not arrive or could not write.
     """
-    group, folder, token = process_group or dist.group.WORLD, local_folder(folder), new_token()
+    group, folder = process_group or dist.group.WORLD, local_folder(folder)
+    begun = begin_save(group, "save()", state_dict, folder)
+    with abandoning(group, begun):
+        writer = FolderWriter(begun.path, sync_files=True)
+        with completing(group, "save()"):
+            dcp.save(
+                begun.state,
+                storage_writer=writer,
+                planner=SavePlanner(share=begun.share),
+                process_group=process_group,
+                no_dist=group is None,
+            )
+        _complete(writer, begun, group)
 
-    def begin() -> tuple[dict[str, Any], list[Any], list[str], dict[str, str]]:
-        plain = _plain(state_dict)
+
+@dataclass(frozen=True)
+class Begun:
+    """A save that all ranks have begun.
+
+    Attributes:
+        state: what to save, with strings as keys.
+        numbers: the paths of dicts with integer keys.
+        folder, token: where the checkpoint will be, and what names the folder that it is written to.
+        share: this rank and the number of ranks, if all ranks have the same keys.
+    """
+
+    state: dict[str, Any]
+    numbers: list[tuple[Any, ...]]
+    folder: Path
+    token: str
+    share: tuple[int, int] | None
+
+    @property
+    def path(self) -> Path:
+        """The folder that the files are written to."""
+        return partial_of(self.folder) / self.token
+
+
+def begin_save(
+    group: dist.ProcessGroup | None,
+    call: str,
+    state_dict: Mapping[str, Any],
+    folder: Path,
+    before: Callable[[], None] = lambda: None,
+) -> Begun:
+    """Agree on what is saved where, and make the folder to write to. If a rank has a problem, all ranks raise it.
+
+    Args:
+        before: called first; its problem is every rank's too.
+    """
+
+    def begin() -> tuple[dict[str, Any], list[Any], list[str], dict[str, str], str]:
+        before()
+        plain, token = plain_state(state_dict), new_token()
         state = with_string_keys(plain)
         keys, digests = keys_of(state), optimizer_digests(state) if has_peers(group) else {}
         refuse_lost_ranks(state)
         if is_first(group):
             begin_folder(folder, token)
-        return state, [*paths_of_numbers(plain)], keys, digests
+        return state, [*paths_of_numbers(plain)], keys, digests, token
 
-    state, numbers, keys, digests = attempt_together(group, "save()", begin, facts=lambda made: [str(folder), *made[0]])
+    begun = attempt_together(group, call, begin, facts=lambda made: [str(folder), *made[0]])
+    state, numbers, keys, digests, token = begun
+    with abandoning(group, Begun(state, numbers, folder, token, None)):
+        told, is_alike = tell_and_compare(group, call, "the owner of the folder", token, keys, digests)
+    share = (group.rank(), group.size()) if is_alike and group is not None else None
+    return Begun(state, numbers, folder, told, share)
+
+
+@contextmanager
+def abandoning(group: dist.ProcessGroup | None, begun: Begun) -> Iterator[None]:
+    """Inside this context, an error that all ranks raise makes the first rank delete the folder."""
     try:
-        token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, keys, digests)
-        writer = _Writer(partial_of(folder) / token, sync_files=True)
-        with _explaining_failures(group, "save()", _not_completed), _noticing_loss(group, "save()"):
-            dcp.save(
-                state,
-                storage_writer=writer,
-                planner=SavePlanner(share=(group.rank(), group.size()) if is_alike and group is not None else None),
-                process_group=process_group,
-                no_dist=group is None,
-            )
-        _complete(writer, folder, token, numbers, group)
+        yield
     except RuntimeError:
         if is_first(group):
-            abandon_folder(folder, token)
+            abandon_folder(begun.folder, begun.token)
         raise
 
 
-def _not_completed(_: BaseException) -> str:
-    return "The checkpoint was not completed"
+@contextmanager
+def completing(group: dist.ProcessGroup | None, call: str) -> Iterator[None]:
+    """Inside this context, errors of collectives say that the checkpoint was not completed."""
+    with (
+        _explaining_failures(group, call, lambda _: "The checkpoint was not completed"),
+        _noticing_loss(group, call),
+    ):
+        yield
 
 
 @contextmanager
@@ -247,27 +303,33 @@ def _noticing_loss(group: dist.ProcessGroup | None, call: str) -> AbstractContex
     return nullcontext() if group is None else noticing_loss(group, f"a collective of {call}")
 
 
-def _complete(
-    writer: _Writer, folder: Path, token: str, numbers: Sequence[Any], group: dist.ProcessGroup | None
-) -> None:
+def _complete(writer: FolderWriter, begun: Begun, group: dist.ProcessGroup | None) -> None:
     """Verify the files that all ranks wrote, and rename the folder into place."""
     mine = attempt_together(group, "save()", entries, [writer.folder / name for name in writer.written])
-    parts: list[Any] = [(mine, numbers)]
+    parts: list[Any] = [(mine, begun.numbers)]
     if has_peers(group):
         parts = [None] * group.size()
-        with _explaining_failures(group, "save()", _not_completed), _noticing_loss(group, "save()"):
-            dist.gather_object((mine, numbers), parts if is_first(group) else None, group=group, group_dst=0)
+        with completing(group, "save()"):
+            dist.gather_object((mine, begun.numbers), parts if is_first(group) else None, group=group, group_dst=0)
 
     def finish() -> None:
         if is_first(group):
             files = {name: entry for part, _ in parts for name, entry in part.items()}
-            everywhere = list(dict.fromkeys(path for _, paths in parts for path in paths))
-            _finish(writer, folder, token, files, everywhere)
+            finish_save(writer, begun.folder, begun.token, files, [path for _, paths in parts for path in paths])
 
     attempt_together(group, "save()", finish)
 
 
-def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Sequence[Any]) -> None:
+def finish_save(
+    writer: FolderWriter, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Iterable[tuple[Any, ...]]
+) -> None:
+    """Check the files of all ranks, write the manifest, and rename the folder into place. For the first rank.
+
+    Args:
+        writer: has written the metadata.
+        files: size and checksum by name.
+        numbers: the paths of dicts with integer keys.
+    """
     for name in {*files, *writer.names}:
         path = writer.folder / name
         if name not in files or not path.is_file() or path.stat().st_size != files[name][0]:
@@ -275,7 +337,7 @@ def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[
                 f"{path} is not what its rank wrote: all ranks must share one file system, and no other job may write "
                 "there. The checkpoint was not completed"
             )
-    manifest = {"files": dict(files) | entries([writer.folder / METADATA]), NUMBERS: numbers}
+    manifest = {"files": dict(files) | entries([writer.folder / METADATA]), NUMBERS: [*dict.fromkeys(numbers)]}
     if is_untested(str(torch.__version__)):  # its metadata might be in a format that load() would refuse
         written = {METADATA: (writer.folder / METADATA).read_bytes(), MANIFEST: as_text(manifest).encode()}
         try:
@@ -324,7 +386,7 @@ def load(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
 
     def begin() -> tuple[dict[str, Any], dict[str, Any], Lists]:
-        plain = _plain(state_dict)
+        plain = plain_state(state_dict)
         # torch.distributed.checkpoint changes this one: the user's containers stay untouched until everything is read.
         state = with_string_keys(plain)
         with torch.inference_mode(False):
@@ -367,7 +429,7 @@ def _loaded_so_far(error: BaseException) -> str:
     return "The state dict may be partly loaded: load again" if is_torn else "Nothing was changed"
 
 
-def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Replace stateful objects in a state dict by their ``state_dict()``."""
     plain = dict(state_dict)
     for key, value in state_dict.items():
@@ -403,7 +465,7 @@ def _give_memory(state: dict[str, Any]) -> None:
             state[key] = empty_on(value, Target(value).device)
 
 
-class _Writer(FileSystemWriter):
+class FolderWriter(FileSystemWriter):
     """Writes a rank's files and remembers their names.
 
     Attributes:

@@ -1,0 +1,545 @@
+"""``async_save``: a checkpoint that is written while training goes on.
+
+Ranks plan and agree as in ``save``, copy their shards into memory that a process of their own shares (``writer``), and
+return. The process writes, with everything that ``save`` promises of a folder; no collective follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from ..comm import kept_for
+from ..errors import MisuseRuntimeError
+from .agreement import ask_all, attempt_together, has_peers, is_first
+from .folders import local_folder
+from .planner import SavePlanner, with_string_keys
+from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state
+from .writer import (
+    CALL,
+    RANKS,
+    Layout,
+    Meeting,
+    Outcome,
+    Place,
+    Request,
+    error_of,
+    hold_lock,
+    map_memory,
+    outcome_of,
+    receive,
+    send,
+    view_of,
+)
+
+_ALIGNMENT = 64  # bytes
+_MARGIN = 10.0  # seconds that a writer has to say that its time, or that of another one, is over
+
+
+class SaveFuture(Future[Path]):
+    """The result is the checkpoint's folder. ``result()`` and ``exception()`` of a failed save give an error with the
+    same text on every rank."""
+
+    is_heard = False
+    """Whether somebody has asked: else the next save raises it, or the end of the process."""
+
+    def result(self, timeout: float | None = None) -> Path:
+        self.is_heard |= self.done()
+        try:
+            return super().result(timeout)
+        finally:
+            self.is_heard |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self.is_heard = True
+        return found
+
+
+class Saver:
+    """Saves checkpoints while training goes on, one at a time. Usable as a context manager.
+
+    Making it starts the process that writes and, with ``state_dict``, reserves the memory for the copy, so that the
+    first save need not.
+
+    Ranks: ``save`` all ranks of ``process_group``, on a shared file system; everything else is local.
+
+    Args:
+        state_dict: a state like those to save.
+        process_group: the ranks; default: all.
+        staging: a folder for the copy, on a fast disk. Default: memory, as much as this rank's part of the state.
+        timeout: how long a save may take. When it is over, the save is an error on every rank.
+
+    Raises:
+        MisuseRuntimeError: there is no room for the copy.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any] | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        staging: str | Path | None = None,
+        timeout: timedelta = timedelta(hours=1),
+    ) -> None:
+        self._group, self._timeout = process_group, timeout.total_seconds()
+        self._staging, self._kept = _Staging(staging), _Kept()
+        self._underway = _Underway()
+        weakref.finalize(self, self._underway.end)  # at exit too: what is under way is waited for
+        self._underway.writer = _Process()
+        if state_dict is not None:
+            planner = _Planner()
+            planner.set_up_planner(with_string_keys(plain_state(state_dict)))
+            plan = planner.create_local_plan()
+            self._staging.reserve(*_placed([planner.resolve_data(item) for item in plan.items])[1:])
+
+    def save(self, state_dict: Mapping[str, Any], folder: str | Path, *, wait: bool = True) -> SaveFuture:
+        """Begin a save, and return when this rank's part of the state is copied: training may change it then. Arguments
+        and promises are those of ``checkpoint.save``.
+
+        A trainer that dies afterwards does not lose the save. A save that fails is one error on every rank: of the
+        future, or if nobody has asked that, of the next call, which then saves nothing, or when the process exits.
+
+        Args:
+            state_dict, folder: as for ``checkpoint.save``.
+            wait: wait until the last save has ended, else raise if it has not.
+
+        Raises:
+            RuntimeError: on every rank: as for ``checkpoint.save``; the last save has failed, or not ended in time;
+                or there is no room for the copy.
+        """
+        return self._save(self._group or dist.group.WORLD, state_dict, local_folder(folder), wait)
+
+    @property
+    def pid(self) -> int:
+        """The process that writes; it is started if there is none."""
+        return self._underway.running().pid
+
+    @property
+    def staged_bytes(self) -> int:
+        """The size of the memory for the copy."""
+        return self._staging.nbytes
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and end the process. Raises its error, if nobody has heard of it."""
+        self._underway.end()
+        self._staging, self._kept = _Staging(self._staging.folder), _Kept()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _save(
+        self, group: dist.ProcessGroup | None, state_dict: Mapping[str, Any], folder: Path, wait: bool
+    ) -> SaveFuture:
+        with torch.no_grad(), torch.inference_mode(False):
+            begun = begin_save(group, CALL, state_dict, folder, before=partial(self._underway.finish, wait))
+            with abandoning(group, begun):
+                planner = _Planner(share=begun.share)
+                plan = attempt_together(group, CALL, self._plan, planner, begun, group)
+                is_kept = plan == self._kept.local
+                if not ask_all(group, f"{CALL}: kept plan", is_kept, all):
+                    self._kept = _Kept(plan, *_plan_together(group, planner, plan, begun))
+                submission = attempt_together(group, CALL, self._copy, planner, begun, group)
+        return submission()
+
+    @staticmethod
+    def _plan(planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None) -> SavePlan:
+        planner.set_up_planner(begun.state, is_coordinator=is_first(group))
+        return planner.create_local_plan()
+
+    def _copy(self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None) -> Callable[[], SaveFuture]:
+        """Copy this rank's part of the state. Return what sends it to the writer."""
+        kept, writer = self._kept, self._underway.running()
+        assert kept.plan is not None
+        data = [planner.resolve_data(item) for item in kept.plan.items]
+        places, nbytes, on_cuda = _placed(data)
+        is_new = self._staging.reserve(nbytes, on_cuda)
+        values = self._staging.copy(data, places)
+        layout = None
+        if writer.knows is not kept or places != kept.places:
+            kept.places, writer.knows = places, kept
+            layout = Layout(kept.plan, places, kept.metadata)
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        request = Request(
+            folder=begun.folder,
+            token=begun.token,
+            rank=rank,
+            size=size,
+            layout=layout,
+            values=values,
+            numbers=begun.numbers,
+            nbytes=self._staging.nbytes,
+            timeout=self._timeout,
+        )
+        lock = hold_lock(begun.path / RANKS / f"{rank}.lock")
+        memory = [self._staging.descriptor] if self._staging.nbytes and (is_new or not writer.has_memory) else []
+        writer.has_memory = True
+        return partial(self._submit, writer, request, lock, memory)
+
+    def _submit(self, writer: _Process, request: Request, lock: int, memory: list[int]) -> SaveFuture:
+        future = self._underway.future = SaveFuture()
+        future.set_running_or_notify_cancel()
+        try:
+            meeting = Meeting(request.folder, request.token, request.rank, request.size, request.timeout)
+            with contextlib.suppress(ConnectionError):  # it has died, which the wait below finds
+                send(writer.channel, request, [lock, *memory])
+        except MisuseRuntimeError as error:  # another job has replaced this save already
+            future.set_exception(error_of(outcome_of(error)))
+            return future
+        finally:
+            os.close(lock)  # only the writer holds it now
+        # The thread holds this object too: its memory is being read.
+        threading.Thread(target=self._wait, args=(writer, meeting, future), daemon=True).start()
+        return future
+
+    def _wait(self, writer: _Process, meeting: Meeting, future: SaveFuture) -> None:
+        def answer(outcome: Outcome) -> None:
+            error = error_of(outcome)
+            if error is None:
+                future.set_result(meeting.folder)
+            else:
+                future.set_exception(error)
+
+        with contextlib.closing(meeting):
+            outcome, is_late = writer.outcome(self._timeout + _MARGIN)
+            if outcome is None:
+                meeting.go_on_without_writer(is_late, answer)
+            else:
+                answer(outcome)
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    folder: str | Path,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    wait: bool = True,
+) -> SaveFuture:
+    """Save a checkpoint while training goes on: ``Saver.save`` of a saver that is kept for the process group.
+
+    The first call starts the process that writes, and takes longer than the later ones; make a ``Saver`` to choose
+    when, where the copy is, and how long a save may take.
+
+    Ranks: all ranks of ``process_group``, on a shared file system.
+
+    Args:
+        state_dict, folder, process_group: as for ``save``.
+        wait: wait until the last save has ended, else raise if it has not.
+
+    Returns:
+        A future whose ``result()`` is the folder, or raises the error of the save, the same on every rank.
+
+    Raises:
+        RuntimeError: on every rank: as for ``save``; the last save has failed, and nobody has asked its future; or
+            there is no room for the copy.
+
+    Example::
+
+        saving = async_save({"model": get_model_state_dict(model)}, "step-1000")
+        ...  # train on
+        saving.result()
+    """
+    group, folder = process_group or dist.group.WORLD, local_folder(folder)
+    return kept_for(group or _Alone, Saver)._save(group, state_dict, folder, wait)
+
+
+class _Alone:
+    """Takes the place of a process group where there is none."""
+
+
+# ---- Planning
+
+
+class _Planner(SavePlanner):
+    """Leaves tensors what they are: they are copied at once."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return DefaultSavePlanner.transform_object(self, write_item, object)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A plan, as long as names, shapes and placements are the same.
+
+    Attributes:
+        local: this rank's plan before the ranks compared theirs; a save that plans the same can go on with ``plan``.
+        metadata: on the first rank.
+        places: of the last copy.
+    """
+
+    local: SavePlan | None = None
+    plan: SavePlan | None = None
+    metadata: Metadata | None = None
+    places: list[Place | None] | None = None
+
+
+def _plan_together(
+    group: dist.ProcessGroup | None, planner: SavePlanner, plan: SavePlan, begun: Begun
+) -> tuple[SavePlan, Metadata | None]:
+    """Make the plans of all ranks one: the first rank compares them, and says who writes what several have."""
+    plans: list[Any] = [plan]
+    if has_peers(group):
+        plans = [None] * group.size()
+        with completing(group, CALL):
+            dist.gather_object(plan, plans if is_first(group) else None, group=group, group_dst=0)
+
+    def compare() -> tuple[list[SavePlan], Metadata] | None:
+        if not is_first(group):
+            return None
+        made, metadata = planner.create_global_plan(plans)
+        return FolderWriter(begun.path).prepare_global_plan(made), metadata
+
+    made = attempt_together(group, CALL, compare)
+    final, metadata = made or (None, None)
+    if has_peers(group):
+        mine: list[Any] = [None]
+        with completing(group, CALL):
+            dist.scatter_object_list(mine, final, group=group, group_src=0)
+        return planner.finish_plan(mine[0]), metadata
+    assert final is not None
+    return planner.finish_plan(final[0]), metadata
+
+
+def _placed(data: list[Any]) -> tuple[list[Place | None], int, bool]:
+    """Return a place in the staging memory for each plain tensor, the bytes of all, and whether one is on CUDA."""
+    places: list[Place | None] = []
+    end, on_cuda = 0, False
+    for item in data:
+        if not isinstance(item, torch.Tensor) or not _is_plain(item):
+            places.append(None)
+            continue
+        place = Place(end, item.dtype, item.shape)
+        places.append(place)
+        end += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+        on_cuda |= item.is_cuda
+    return places, end, on_cuda
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements are all there is to a tensor."""
+    is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    return is_usual and tensor.layout == torch.strided and not tensor.is_meta
+
+
+# ---- The memory for the copy
+
+
+class _Staging:
+    """Memory that this process and its writer share. It has no name: the system frees it when both have ended.
+
+    Args:
+        folder: of a file on a disk; ``None``: memory.
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self.folder, self.nbytes, self.descriptor = folder, 0, -1
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+
+    def __del__(self) -> None:
+        self._release()
+
+    def reserve(self, nbytes: int, pinned: bool) -> bool:
+        """Have room for so many bytes. Return whether the memory is another one now."""
+        if nbytes <= self.nbytes and pinned <= self._is_pinned:
+            return False
+        self._release()  # before there is another: one copy of the state, not two
+        descriptor = self._open()
+        try:
+            self._refuse_too_much(nbytes)
+            os.ftruncate(descriptor, nbytes)
+            if nbytes and hasattr(os, "posix_fallocate"):  # else no room would be a crash while copying
+                os.posix_fallocate(descriptor, 0, nbytes)
+            self._memory = map_memory(descriptor, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise self._no_room(nbytes, str(error)) from error
+        except MisuseRuntimeError:
+            os.close(descriptor)
+            raise
+        self.descriptor, self.nbytes = descriptor, nbytes
+        if pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0))
+            self._is_pinned = True
+        return True
+
+    def copy(self, data: list[Any], places: list[Place | None]) -> dict[int, bytes]:
+        """Copy tensors to their places. Return the other values, serialized, by number."""
+        values: dict[int, bytes] = {}
+        devices = set[torch.device]()
+        for i, (item, place) in enumerate(zip(data, places, strict=True)):
+            if place is not None:
+                view_of(self._memory, place).copy_(item, non_blocking=self._is_pinned)
+                devices.add(item.device)
+            elif isinstance(item, torch.Tensor):
+                stream = io.BytesIO()
+                torch.save(item.detach().cpu(), stream)
+                values[i] = stream.getvalue()
+            else:
+                values[i] = item.getvalue()
+        for device in devices - {torch.device("cpu")}:
+            torch.accelerator.current_stream(device).synchronize()
+        return values
+
+    def _open(self) -> int:
+        if self.folder is None and hasattr(os, "memfd_create"):
+            return os.memfd_create("fsdp_compose.async_save")
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            return os.dup(file.fileno())
+
+    def _refuse_too_much(self, nbytes: int) -> None:
+        available = None if self.folder is not None else _available_memory()
+        if available is not None and nbytes > available:
+            raise self._no_room(nbytes, f"{available / 2**20:.0f} MiB are available")
+
+    def _no_room(self, nbytes: int, found: str) -> MisuseRuntimeError:
+        where = f"in {self.folder}" if self.folder is not None else "in this host's memory"
+        return MisuseRuntimeError(
+            f"there is no room {where} for a copy of this rank's part of the state, {nbytes / 2**20:.0f} MiB ({found})"
+            ". Give Saver(staging=...) a folder on a disk with room, or use save()"
+        )
+
+    def _release(self) -> None:
+        if self._is_pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            self._is_pinned = False
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self.nbytes = -1, 0
+
+
+def _available_memory() -> int | None:
+    """Bytes that this process may still take, as the system and its control group (of a container) tell; ``None``:
+    unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        group = Path("/sys/fs/cgroup")
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        found.append(int(limit) - int(used) + int(stat["inactive_file"]))
+    return min(found, default=None)
+
+
+# ---- The process that writes
+
+
+def start_writer(channel: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a writer that has the other end of a socket."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.writer import main; main({channel.fileno()})"
+    # In a session of its own: what ends the trainer, by its group or by Ctrl-C, leaves the writer to its work.
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=[channel.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+class _Process:
+    """A writer, as the trainer sees it.
+
+    Attributes:
+        knows: the plan that it has; a later request need not send it.
+        has_memory: whether it has mapped the staging memory.
+    """
+
+    def __init__(self) -> None:
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = start_writer(theirs)
+        self.knows: _Kept | None = None
+        self.has_memory = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def outcome(self, timeout: float) -> tuple[Outcome | None, bool]:
+        """Wait for the writer's answer; ``None`` if it has died, or has not answered in time and is ended. Also return
+        whether that was so."""
+        self.channel.settimeout(timeout)
+        answer, is_late = None, False
+        try:
+            answer = receive(self.channel)
+        except TimeoutError:
+            is_late = True
+        self.channel.settimeout(None)
+        if answer is None:
+            self._process.kill()
+            self._process.wait()
+            return None, is_late
+        return answer[0], False
+
+    def end(self) -> None:
+        """Let it end. It has nothing to do."""
+        self.channel.close()
+        self._process.wait()
+
+
+class _Underway:
+    """The writer of a ``Saver``, and the last save. It does not refer to the saver, since it ends with that."""
+
+    def __init__(self) -> None:
+        self.writer: _Process | None = None
+        self.future: SaveFuture | None = None
+        self._pid = os.getpid()
+
+    def running(self) -> _Process:
+        if self.writer is None or not self.writer.is_alive:
+            self.writer = _Process()
+        return self.writer
+
+    def finish(self, wait: bool) -> None:
+        """Wait until the last save has ended. Raises its error if nobody has heard of that."""
+        future = self.future
+        if future is None:
+            return
+        if not wait and not future.done():
+            raise MisuseRuntimeError("the last save is still under way. Call it with wait=True, or later")
+        was_heard = future.is_heard
+        error = future.exception()
+        self.future = None
+        if error is not None and not was_heard:
+            raise error
+
+    def end(self) -> None:
+        if os.getpid() != self._pid:  # in a fork
+            return
+        try:
+            self.finish(wait=True)
+        finally:
+            if self.writer is not None:
+                self.writer.end()
+                self.writer = None

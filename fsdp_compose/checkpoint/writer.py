@@ -1,0 +1,500 @@
+"""The process that writes a rank's part of a checkpoint while training goes on (``background`` starts it), and how the
+writers of all ranks tell each other what became of it.
+
+A writer has no process group, and training's hear nothing of it. Ranks meet in the folder that is being written::
+
+    step-200.partial/save-3f2a.../
+        __0_0.distcp  __1_0.distcp
+        ranks/
+            0.lock  1.lock    held by the writers; the kernel lets go of the lock of one that dies
+            0.told  1.told    what a rank wrote, or why it could not
+            verdict           why the checkpoint was not completed, from the first rank
+            1.heard           read by this rank
+
+The first rank's writer waits until each rank has told, or has died. Then it removes ``ranks`` and renames the folder
+into place, or it leaves a verdict, and deletes everything once all have heard. The others wait until the folder has its
+name or there is a verdict. So the outcome is what the folder says, not what became of a process: a writer that dies
+after it has told leaves a complete checkpoint.
+
+File systems of several machines that know no locks have timeouts instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._torch import StorageInfo
+from ..errors import RankLostError, class_of, name_of
+from .agreement import problem_text
+from .folders import abandon_folder, entries, files_gone, lost_to_another, partial_of, sync
+from .planner import with_own_storage
+from .storage import FolderWriter, finish_save
+
+CALL = "async_save()"
+RANKS = "ranks"
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 1.0  # seconds between looks; thousands of ranks may look at one file system
+_HEARING = 5.0  # seconds that a rank that waits for a verdict takes to read it, at most
+_PATIENCE = 30.0  # seconds after the timeout that ranks have to tell each other who was late
+
+
+# ---- What is sent to a writer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is in the staging memory."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a rank writes, the same for every save of states with the same names, shapes and placements.
+
+    Attributes:
+        plan: the items.
+        places: of each item, where it is in the staging memory; ``None``: it is sent, serialized.
+        metadata: of the checkpoint, on the first rank.
+    """
+
+    plan: SavePlan
+    places: list[Place | None]
+    metadata: Metadata | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One save.
+
+    Attributes:
+        folder, token: as in ``folders``.
+        layout: ``None``: that of the last request.
+        values: the serialized items, by number.
+        numbers: the paths of dicts with integer keys.
+        nbytes: the size of the staging memory.
+        timeout: how long this rank waits for the others, in seconds.
+    """
+
+    folder: Path
+    token: str
+    rank: int
+    size: int
+    layout: Layout | None
+    values: dict[int, bytes]
+    numbers: list[tuple[Any, ...]]
+    nbytes: int
+    timeout: float
+
+
+Outcome = tuple[str, str]
+"""Class of an error by ``errors.name_of`` and its text; two empty texts if the checkpoint is complete."""
+
+COMPLETE: Outcome = ("", "")
+Answer = Callable[[Outcome], None]
+_HEADER = struct.Struct("<QB")
+
+
+def send(channel: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
+    """Send a message, with open files (at most two)."""
+    content = pickle.dumps(message)
+    header = _HEADER.pack(len(content), len(descriptors))
+    if descriptors:
+        socket.send_fds(channel, [header], [*descriptors])
+    else:
+        channel.sendall(header)
+    channel.sendall(content)
+
+
+def receive(channel: socket.socket) -> tuple[Any, list[int]] | None:
+    """Wait for a message, and return it with its open files; ``None`` if the other process has ended."""
+    try:
+        header, descriptors, *_ = socket.recv_fds(channel, _HEADER.size, 2)
+        if len(header) < _HEADER.size:
+            return None
+        content = bytearray()
+        nbytes, _ = _HEADER.unpack(header)
+        while len(content) < nbytes:
+            if not (part := channel.recv(min(nbytes - len(content), 2**20))):
+                return None
+            content += part
+        return pickle.loads(content), descriptors
+    except ConnectionError:
+        return None
+
+
+# ---- How the ranks meet
+
+
+class Meeting:
+    """A save's ``ranks`` folder, as one rank sees it: the writer, or the trainer whose writer has died.
+
+    Args:
+        timeout: in seconds.
+    """
+
+    def __init__(self, folder: Path, token: str, rank: int, size: int, timeout: float) -> None:
+        self.folder, self.token, self.rank, self.size = folder, token, rank, size
+        self.path = partial_of(folder) / token
+        self._ranks, self._timeout = self.path / RANKS, timeout
+        self._ends = time.monotonic() + timeout
+        try:
+            self._identity = self.path.stat()
+            self._first_lock = (self._ranks / "0.lock").open("rb")  # it is removed before the folder is renamed
+        except FileNotFoundError:
+            raise lost_to_another(folder, files_gone(self.path)) from None
+
+    def close(self) -> None:
+        self._first_lock.close()
+
+    def tell(self, told: dict[str, Any]) -> None:
+        """Leave what this rank wrote, or its problem, for the first rank."""
+        self._leave(f"{self.rank}.told", json.dumps(told))
+
+    def judge(self, finish: Callable[[list[dict[str, Any]]], None], answer: Answer) -> None:
+        """On the first rank: wait for what all ranks tell. Complete the checkpoint with ``finish``, or refuse it."""
+        try:
+            outcome, told = self._hear_all()
+            if outcome == COMPLETE:
+                self._remove_ranks()
+                finish(told)
+        except Exception as error:
+            outcome = outcome_of(error)
+        if outcome == COMPLETE:
+            answer(COMPLETE)
+        else:
+            self.refuse(outcome, answer)
+
+    def refuse(self, outcome: Outcome, answer: Answer) -> None:
+        """On the first rank: leave a verdict, and delete everything once the others have read it."""
+        _delete_data(self.path, "")  # which may have filled the disk
+        with contextlib.suppress(OSError):
+            self._ranks.mkdir(exist_ok=True)
+            self._leave("verdict", json.dumps(outcome))
+        is_heard = self._wait_for_readers(_HEARING)
+        if not is_heard:  # by a rank that still writes
+            answer(outcome)
+            self._wait_for_readers(max(_HEARING, self._ends + _PATIENCE - time.monotonic()))
+        abandon_folder(self.folder, self.token)
+        if is_heard:
+            answer(outcome)
+
+    def await_verdict(self) -> Outcome:
+        """On another rank than the first: wait until the folder has its name, or there is a verdict."""
+        ended: float | None = None
+        for pause in _pauses():
+            now = time.monotonic()
+            if ended is None and _is_held(self._first_lock.fileno()) is False:
+                ended = now
+            is_gone = not self.path.is_dir()  # looked at before what the first rank leaves
+            if self.is_complete():
+                return COMPLETE
+            verdict = self._verdict()
+            if verdict is not None:
+                with contextlib.suppress(OSError):
+                    self._leave(f"{self.rank}.heard", "")
+                return verdict
+            if is_gone:
+                return outcome_of(lost_to_another(self.folder, files_gone(self.path)))
+            if ended is not None and now > ended + _HEARING:  # its trainer, who would leave a verdict, has died too
+                return self._died(0)
+            if now > self._ends + _PATIENCE:
+                return self._late(0)
+            time.sleep(pause)
+        raise AssertionError
+
+    def go_on_without_writer(self, is_late: bool, answer: Answer) -> None:
+        """Find out what becomes of the save, for the trainer of a writer that has died, or was too late."""
+        if self.rank:
+            answer(self.await_verdict())
+        elif self.is_complete():
+            answer(COMPLETE)
+        else:
+            self.refuse(self._verdict() or (self._late(0) if is_late else self._died(0)), answer)
+
+    def _verdict(self) -> Outcome | None:
+        try:
+            kind, text = json.loads((self._ranks / "verdict").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return kind, text
+
+    def _died(self, rank: int) -> Outcome:
+        return self._incomplete(f"the process that saves for rank {rank} has died")
+
+    def is_complete(self) -> bool:
+        try:
+            return os.path.samestat(self.folder.stat(), self._identity)
+        except OSError:
+            return False
+
+    def _late(self, rank: int) -> Outcome:
+        return self._incomplete(f"the process that saves for rank {rank} has not ended in {self._timeout:.0f} s")
+
+    def _incomplete(self, what: str) -> Outcome:
+        return outcome_of(RankLostError(f"{what}. {self.folder} was not completed; earlier checkpoints are unchanged"))
+
+    def _hear_all(self) -> tuple[Outcome, list[dict[str, Any]]]:
+        told: dict[int, dict[str, Any]] = {}
+        dead: set[int] = set()
+        for pause in _pauses():
+            for rank in sorted({*range(self.size)} - told.keys() - dead):
+                has_ended = not self._is_alive(rank)  # looked at before what it leaves
+                path = self._ranks / f"{rank}.told"
+                if path.exists():
+                    told[rank] = json.loads(path.read_bytes())
+                elif has_ended:
+                    dead.add(rank)
+            if len(told) + len(dead) == self.size or time.monotonic() > self._ends:
+                break
+            if not self.path.is_dir():
+                raise lost_to_another(self.folder, files_gone(self.path))
+            time.sleep(pause)
+        for rank in range(self.size):
+            if rank in dead:
+                return self._died(rank), []
+            if rank not in told:
+                return self._late(rank), []
+            if problem := told[rank].get("problem"):
+                kind, text = problem
+                told_by = "" if self.size == 1 else f"on rank {rank}: "
+                return (kind, f"{told_by}{text}. {self.folder} was not completed"), []
+        return COMPLETE, [told[rank] for rank in range(self.size)]
+
+    def _is_alive(self, rank: int) -> bool:
+        if rank == self.rank:
+            return True
+        try:
+            with (self._ranks / f"{rank}.lock").open("rb") as lock:
+                return _is_held(lock.fileno()) is not False
+        except OSError:  # the folder is gone, which is noticed elsewhere
+            return True
+
+    def _wait_for_readers(self, limit: float) -> bool:
+        """Wait until all other ranks have read the verdict, or are dead."""
+        begun = time.monotonic()
+        for pause in _pauses():
+            silent = [rank for rank in range(1, self.size) if not (self._ranks / f"{rank}.heard").exists()]
+            waited = time.monotonic() - begun
+            # The trainer of a writer that has died takes a moment.
+            if not silent or (waited >= _HEARING and not any(map(self._is_alive, silent))):
+                return True
+            if waited >= limit:
+                return False
+            time.sleep(pause)
+        raise AssertionError
+
+    def _leave(self, name: str, text: str) -> None:
+        """Write a file that others find whole or not at all."""
+        unfinished = self._ranks / f"{name}.{self.rank}.new"
+        unfinished.write_text(text)
+        sync(unfinished)
+        unfinished.rename(self._ranks / name)
+
+    def _remove_ranks(self) -> None:
+        for path in self._ranks.iterdir():
+            path.unlink()
+        self._ranks.rmdir()
+
+
+def _pauses() -> Iterator[float]:
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+def hold_lock(path: Path) -> int:
+    """Make a file and lock it. Return its descriptor: the lock is held until all processes that have it are gone, or
+    have closed it."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for those that look whether it is held
+    return descriptor
+
+
+def _is_held(descriptor: int) -> bool | None:
+    """Whether somebody holds the lock of a file, opened anew; ``None`` on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a writer of the first rank, or a trainer that is about to ask one, is at work on an unfinished folder."""
+    try:
+        with (path / RANKS / "0.lock").open("rb") as lock:
+            return _is_held(lock.fileno()) is True
+    except OSError:
+        return False
+
+
+def outcome_of(error: Exception) -> Outcome:
+    return name_of(error), problem_text(error).rstrip(".")
+
+
+def error_of(outcome: Outcome) -> RuntimeError | None:
+    """The error that every rank raises for an outcome."""
+    kind, text = outcome
+    return None if outcome == COMPLETE else class_of(kind)(f"{CALL}: {text}")
+
+
+# ---- Writing
+
+
+class _Staged:
+    """Takes the place of a planner: has the items' data in the staging memory, or as they were sent."""
+
+    def __init__(self, layout: Layout, values: dict[int, bytes], memory: torch.Tensor) -> None:
+        self._data = {}
+        items = []
+        for i, (item, place) in enumerate(zip(layout.plan.items, layout.places, strict=True)):
+            data: Any
+            if place is None:
+                item, data = replace(item, type=WriteItemType.BYTE_IO), io.BytesIO(values[i])
+            else:
+                data = with_own_storage(view_of(memory, place))
+            items.append(item)
+            self._data[id(item)] = data
+        self.plan = replace(layout.plan, items=items)
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        return self._data[id(item)]
+
+
+def view_of(memory: torch.Tensor, place: Place) -> torch.Tensor:
+    return memory[place.start : place.start + place.nbytes].view(place.dtype).view(place.shape)
+
+
+def map_memory(descriptor: int, nbytes: int) -> torch.Tensor:
+    """Map shared memory, all of it at once where the system can, as bytes."""
+    populate = getattr(mmap, "MAP_POPULATE", 0)
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | populate), dtype=torch.uint8)
+
+
+class _Writer:
+    """What a writer keeps from one save to the next."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def save(self, request: Request, descriptors: list[int], answer: Answer) -> None:
+        with contextlib.ExitStack() as lock:
+            lock.callback(os.close, descriptors[0])
+            for memory in descriptors[1:]:
+                self._memory = map_memory(memory, request.nbytes)
+                os.close(memory)
+            self._layout = request.layout or self._layout
+            assert self._layout is not None
+            meeting = Meeting(request.folder, request.token, request.rank, request.size, request.timeout)
+            with contextlib.closing(meeting):
+                self._save(meeting, request, self._layout, lock.close, answer)
+
+    def _save(
+        self, meeting: Meeting, request: Request, layout: Layout, let_go: Callable[[], None], answer: Answer
+    ) -> None:
+        writer = FolderWriter(meeting.path, sync_files=True)
+        writer.set_up_storage_writer(request.rank == 0)
+        try:
+            told = self._write(writer, _Staged(layout, request.values, self._memory))
+            told["numbers"] = request.numbers
+        except Exception as error:
+            _delete_data(meeting.path, f"__{request.rank}_")  # which may have filled the disk
+            told = {"problem": outcome_of(error)}
+        try:
+            meeting.tell(told)
+        except OSError as error:
+            let_go()  # the first rank takes this one for dead
+            if not request.rank:
+                meeting.refuse(outcome_of(error), answer)
+                return
+        if request.rank:
+            answer(meeting.await_verdict())
+            return
+
+        def finish(parts: list[dict[str, Any]]) -> None:
+            assert layout.metadata is not None
+            writer.finish(layout.metadata, [[_result(*item) for item in part["results"]] for part in parts])
+            files = {name: entry for part in parts for name, entry in part["files"].items()}
+            numbers = [tuple(path) for part in parts for path in part["numbers"]]
+            finish_save(writer, request.folder, request.token, files, numbers)
+
+        meeting.judge(finish, answer)
+
+    @staticmethod
+    def _write(writer: FolderWriter, staged: _Staged) -> dict[str, Any]:
+        results = writer.write_data(staged.plan, staged).wait()
+        files = entries([writer.folder / name for name in writer.written])
+        return {"results": [_as_plain(result) for result in results], "files": files}
+
+
+def _delete_data(path: Path, prefix: str) -> None:
+    for found in path.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            found.unlink()
+
+
+def _as_plain(result: WriteResult) -> list[Any]:
+    index, info = result.index, result.storage_data
+    return [
+        *(index.fqn, index.offset and list(index.offset), index.index, result.size_in_bytes),
+        *(info.relative_path, info.offset, info.length),
+    ]
+
+
+def _result(fqn: str, offset: Any, index: Any, nbytes: int, path: str, start: int, length: int) -> WriteResult:
+    place = MetadataIndex(fqn, offset if offset is None else torch.Size(offset), index)
+    return WriteResult(place, nbytes, StorageInfo(path, start, length))
+
+
+def main(descriptor: int) -> None:
+    """Write what is requested until the trainer has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    channel, writer = socket.socket(fileno=descriptor), _Writer()
+
+    def answer(outcome: Outcome) -> None:
+        with contextlib.suppress(OSError):  # the trainer has ended
+            send(channel, outcome)
+
+    while (message := receive(channel)) is not None:
+        request, descriptors = message
+        try:
+            writer.save(request, descriptors, answer)
+        except Exception as error:  # where it could not tell either: its lock is free now
+            print(f"{CALL}, rank {request.rank}: {problem_text(error)}", file=sys.stderr, flush=True)
+            answer(outcome_of(error))
