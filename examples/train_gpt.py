@@ -21,7 +21,6 @@ import argparse
 import json
 import math
 import os
-import re
 import resource
 import sys
 import sysconfig
@@ -37,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
-from fsdp_compose.checkpoint import get_state_dict, resume, save
+from fsdp_compose.checkpoint import async_save, get_state_dict, keep, latest, resume, save
 from fsdp_compose.strategies import STRATEGIES
 
 VOCABULARY = 256  # a token is a byte
@@ -226,8 +225,14 @@ class Run:
         progress = json.dumps({"step": self.step, "log": self.log})
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "progress": progress}
 
-    def save(self, folder: Path) -> None:
-        save(self.state(), folder / f"step-{self.step}")
+    def save(self, args: argparse.Namespace) -> None:
+        path = args.out / f"step-{self.step}"
+        if args.save_async:  # another process writes; what fails is raised by the next call, or at exit
+            async_save(self.state(), path)
+        else:
+            save(self.state(), path)
+        if args.keep and dist.get_rank() == 0:
+            keep(args.out, args.keep)
 
     def resume(self, path: Path) -> None:
         state = resume(path, self.model, self.optimizer, scheduler=self.scheduler.state_dict(), progress="")
@@ -236,27 +241,16 @@ class Run:
         self.step, self.log = progress["step"], progress["log"]
 
 
-def saved_steps(folder: Path) -> list[Path]:
-    """Returns this program's complete checkpoints, oldest first; it ignores everything else in the folder."""
-    own = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-[1-9][0-9]*", path.name)}
-    is_complete = lambda path: (path / "manifest.json").is_file() and (path / ".metadata").is_file()  # noqa: E731
-    return [own[step] for step in sorted(own) if is_complete(own[step])]
-
-
 def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
-    """Returns the checkpoint that the first rank finds, so that all ranks resume from the same one."""
-    box = [saved_steps(args.out) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    found = box[0]
-    if args.resume == "auto":
-        return found[-1] if found else None
-    if args.resume == "latest":
-        if not found:
-            raise SystemExit(f"--resume: there is no checkpoint in {args.out}; train with --save-every first")
-        return found[-1]
-    if args.resume is None and args.save_every and found:
+    """Returns the checkpoint to resume from, the same on all ranks."""
+    if args.resume not in (None, "auto", "latest"):
+        return Path(args.resume)
+    found = latest(args.out)
+    if args.resume == "latest" and found is None:
+        raise SystemExit(f"--resume: there is no checkpoint in {args.out}; train with --save-every first")
+    if args.resume is None and args.save_every and found is not None:
         raise SystemExit(f"{args.out} holds checkpoints of an earlier run: --resume it, or choose another --out")
-    return None if args.resume is None else Path(args.resume)
+    return None if args.resume is None else found
 
 
 def train(model: GPT, corpus: Corpus, args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
@@ -298,7 +292,7 @@ def train(model: GPT, corpus: Corpus, args: argparse.Namespace, device: torch.de
         log.append(entry)
         if time_to_save:
             run.step = step
-            run.save(args.out)
+            run.save(args)
         losses, since = [], time.perf_counter()
     return log
 
@@ -330,6 +324,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--val-every", type=int, default=50)
     parser.add_argument("--val-batches", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="save a checkpoint into --out")
+    parser.add_argument("--save-async", action="store_true", help="save while training goes on")
+    parser.add_argument("--keep", type=int, default=0, metavar="N", help="delete all checkpoints but the N newest")
     parser.add_argument(
         "--resume",
         nargs="?",

@@ -18,11 +18,33 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from . import bit_flips, disk_full, killed_saves, lost_ranks, muon_steps, out_of_memory, restarts, soak, two_jobs
+from . import (
+    async_saves,
+    bit_flips,
+    disk_full,
+    killed_saves,
+    lost_ranks,
+    muon_steps,
+    out_of_memory,
+    restarts,
+    soak,
+    two_jobs,
+)
 from .fault import Fault, Settings, Verdict
 from .systems import OURS, SYSTEMS, System
 
-PARTS = [killed_saves, two_jobs, disk_full, bit_flips, restarts, lost_ranks, muon_steps, out_of_memory, soak]
+PARTS = [
+    killed_saves,
+    async_saves,
+    two_jobs,
+    disk_full,
+    bit_flips,
+    restarts,
+    lost_ranks,
+    muon_steps,
+    out_of_memory,
+    soak,
+]
 FAULTS: list[Fault] = [fault for part in PARTS for fault in part.FAULTS]
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -85,8 +86,16 @@ def resume(system: System, folder: Path) -> list[Any]:
     return [*loaded, again.step, again.digest()]
 
 
-class _Killing:
-    """The kills of one system's saves, and what was left by each."""
+class Killing:
+    """The kills of one system's saves, and what was left by each.
+
+    Attributes:
+        program: saves, with a ``Kill`` or ``None``; returns the file events of its rank.
+        again: what the job does that is started afterwards.
+    """
+
+    program: Callable[..., list[str]] = staticmethod(save_and_die)
+    again: Callable[..., list[Any]] = staticmethod(resume)
 
     def __init__(self, system: System, settings: Settings, onto: int = NEXT) -> None:
         self.system, self.settings, self.onto = system, settings, onto
@@ -100,7 +109,7 @@ class _Killing:
     def events(self, before: Path) -> list[list[str]]:
         """Return the file events of each rank in an undisturbed save."""
         with self.copy_of(before) as folder:
-            return values(run(save_and_die, self.system, folder, None, self.onto))
+            return values(run(self.program, self.system, folder, None, self.onto))
 
     def copy_of(self, before: Path) -> Any:
         return _Copy(before, self.folder / "case")
@@ -108,11 +117,11 @@ class _Killing:
     def kill(self, before: Path, kill: Kill) -> None:
         with self.copy_of(before) as folder:
             self.die(folder, kill)
-            results = run(resume, self.system, folder)
+            results = run(self.again, self.system, folder)
             self.judge(kill, results)
 
     def die(self, folder: Path, kill: Kill) -> None:
-        results = run(save_and_die, self.system, folder, kill, self.onto, timeout=SURVIVOR)
+        results = run(self.program, self.system, folder, kill, self.onto, timeout=SURVIVOR)
         for rank, result in enumerate(results):
             if rank != kill.rank and not kill.takes_all:
                 self.survivors[result.kind] += 1
@@ -150,7 +159,7 @@ class _Copy:
 
 
 def at_every_event(system: System, settings: Settings) -> Verdict:
-    killing = _Killing(system, settings)
+    killing = Killing(system, settings)
     before = killing.folder / "before"
     num_events = [len(names) for names in killing.events(before)]
     interrupted = killing.folder / "interrupted"
@@ -171,7 +180,7 @@ def at_every_event(system: System, settings: Settings) -> Verdict:
 
 
 def over_an_existing_one(system: System, settings: Settings) -> Verdict:
-    killing = _Killing(system, settings, onto=FIRST)
+    killing = Killing(system, settings, onto=FIRST)
     before = killing.folder / "before"
     with killing.copy_of(before) as folder:
         results = run(save_and_die, system, folder, None, FIRST)

@@ -28,11 +28,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
 from ..comm import kept_for
 from ..errors import MisuseRuntimeError
 from .agreement import ask_all, attempt_together, has_peers, is_first
 from .folders import local_folder
+from .gathering import says_what_it_holds
 from .planner import SavePlanner, with_string_keys
 from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state
 from .writer import (
@@ -158,17 +160,13 @@ class Saver:
             begun = begin_save(group, CALL, state_dict, folder, before=partial(self._underway.finish, wait))
             with abandoning(group, begun):
                 planner = _Planner(share=begun.share)
-                plan = attempt_together(group, CALL, self._plan, planner, begun, group)
-                is_kept = plan == self._kept.local
+                planner.set_up_planner(begun.state, is_coordinator=is_first(group))
+                signature = _signature(planner)
+                is_kept = signature is not None and signature == self._kept.signature
                 if not ask_all(group, f"{CALL}: kept plan", is_kept, all):
-                    self._kept = _Kept(plan, *_plan_together(group, planner, plan, begun))
+                    self._kept = _Kept(signature, *_plan_together(group, planner, begun))
                 submission = attempt_together(group, CALL, self._copy, planner, begun, group)
         return submission()
-
-    @staticmethod
-    def _plan(planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None) -> SavePlan:
-        planner.set_up_planner(begun.state, is_coordinator=is_first(group))
-        return planner.create_local_plan()
 
     def _copy(self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None) -> Callable[[], SaveFuture]:
         """Copy this rank's part of the state. Return what sends it to the writer."""
@@ -285,21 +283,39 @@ class _Kept:
     """A plan, as long as names, shapes and placements are the same.
 
     Attributes:
-        local: this rank's plan before the ranks compared theirs; a save that plans the same can go on with ``plan``.
+        signature: what the plan depends on.
         metadata: on the first rank.
         places: of the last copy.
     """
 
-    local: SavePlan | None = None
+    signature: list[Any] | None = None
     plan: SavePlan | None = None
     metadata: Metadata | None = None
     places: list[Place | None] | None = None
 
 
+def _signature(planner: SavePlanner) -> list[Any] | None:
+    """Return what the plan for a state depends on; ``None`` if a value makes its own."""
+    found: list[Any] = [planner.share, planner.mappings]
+    for key, value in planner.state_dict.items():
+        if isinstance(value, DTensor):
+            found.append((key, type(value), value.shape, value.dtype, value.device_mesh, value.placements))
+        elif isinstance(value, torch.Tensor):
+            found.append((key, type(value), value.shape, value.dtype))
+            if says_what_it_holds(value):
+                return None
+        elif hasattr(value, "__create_write_items__"):
+            return None
+        else:
+            found.append(key)
+    return found
+
+
 def _plan_together(
-    group: dist.ProcessGroup | None, planner: SavePlanner, plan: SavePlan, begun: Begun
+    group: dist.ProcessGroup | None, planner: SavePlanner, begun: Begun
 ) -> tuple[SavePlan, Metadata | None]:
     """Make the plans of all ranks one: the first rank compares them, and says who writes what several have."""
+    plan = attempt_together(group, CALL, planner.create_local_plan)
     plans: list[Any] = [plan]
     if has_peers(group):
         plans = [None] * group.size()

@@ -46,7 +46,7 @@ PROGRAMS = {  # example: for each run its options, where {2|4} is "2" on 2 proce
         f"{GPT} --no-tie --checkpoint-activations --bf16 --seed=1 --lr=1e-3 --temperature=1 --prompt=class",
         f"{GPT} --tie --compile --max-bytes=2000 --layers=1",
         f"{GPT} --save-every=2 --resume=auto",  # there is nothing yet
-        f"{GPT} --save-every=2 --resume --steps=5",  # from the run before
+        f"{GPT} --save-every=2 --resume --steps=5 --save-async --keep=1",  # from the run before
     ],
     "hf_llama.py": [f"{LLAMA} --tie", f"{LLAMA} --no-tie --vocabulary=32 --seed=1"],
     "lora.py": [f"{LLAMA} --rank=4"],

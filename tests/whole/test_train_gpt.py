@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_compose.checkpoint import save
 from tests import harness
 from tests.harness import ROOT, fake_process_group
 
@@ -101,8 +102,9 @@ if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
 """
 
 
+@pytest.mark.parametrize("how", ["", "--save-async"])
 @pytest.mark.timeout(600)
-def test_one_command_goes_on_by_itself_after_a_crash(whole, tmp_path):
+def test_one_command_goes_on_by_itself_after_a_crash(whole, tmp_path, how):
     out, site = tmp_path / "crashed", tmp_path / "site"
     for name in ("step-best", "step-99.partial", "step-0100", "step-7", "other"):  # others' folders
         (out / name).mkdir(parents=True)
@@ -110,7 +112,8 @@ def test_one_command_goes_on_by_itself_after_a_crash(whole, tmp_path):
     site.mkdir()
     (site / "sitecustomize.py").write_text(KILL_ONCE)
     paths = os.pathsep.join([str(site), str(ROOT)])
-    found, said = run(out, 2, "--resume=auto", restarts=2, PYTHONPATH=paths, KILL_AT=str(out / "step-4"))
+    options = ["--resume=auto", *([how] if how else [])]
+    found, said = run(out, 2, *options, restarts=2, PYTHONPATH=paths, KILL_AT=str(out / "step-4"))
     assert_same_run(found, whole[1])
     assert "exitcode: -9" in said, said[-2000:]
     assert (out / "step-7" / "notes").exists()
@@ -126,11 +129,11 @@ def test_resume_finds_the_latest_checkpoint(tmp_path):
         assert found(None) is None and found("auto") is None
         with pytest.raises(SystemExit, match="there is no checkpoint"):
             found("latest")
-        for name in ("step-4", "step-12", "step-8", "step-99.partial", "step-16"):
+        for name in ("step-8", "step-4", "step-12"):
+            save({"x": 1}, tmp_path / name)
+        for name in ("step-99.partial", "step-16"):  # it was not finished
             (tmp_path / name).mkdir()
             (tmp_path / name / ".metadata").touch()
-            if name != "step-16":  # it was not finished
-                (tmp_path / name / "manifest.json").touch()
         assert found("latest") == found("auto") == tmp_path / "step-12"
         assert found("elsewhere/step-2") == Path("elsewhere/step-2")
         with pytest.raises(SystemExit, match="--resume it"):
