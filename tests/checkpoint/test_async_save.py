@@ -622,6 +622,7 @@ def save_and_vanish(rank: int, folder: Path) -> None:
     """As a rank of a job whose trainers are killed right after the call."""
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
     saver = Saver()
+    saver.save({"x": 0}, folder / "first").result()  # the writer has begun, in a session of its own
     os.kill(saver.pid, signal.SIGSTOP)
     saver.save({"x": torch.ones(3), "own": {str(rank): torch.tensor(rank)}}, folder / "all" / "one")
     os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 1; kill -CONT {saver.pid}"], os.environ)

@@ -207,8 +207,8 @@ def _is_possible(program: Program) -> bool:
                 item.group is not None or item.together or item.kind in ("again", "detach", "switch") for item in below
             ):
                 return False  # ranks run the same groups, and backward reaches the same
-    if kinds & {"set_functional", "penalise"}:  # whole groups are recomputed
-        if any(part.recompute is not None and part.group is None for part in parts):
+    if kinds & {"set_functional", "penalise"}:  # whole groups are recomputed; a tied module is of the group above both
+        if any(part.recompute is not None and (part.group is None or program.ties) for part in parts):
             return False
     if not program.shards_root:  # each child is a root
         if program.root.together or program.root.kind in ("auxiliary", "late auxiliary"):
