@@ -20,6 +20,7 @@ from .agreement import is_first as is_first
 from .fqns import ModelNames as ModelNames
 from .hf import extend_transformers_loader as extend_transformers_loader
 from .hf import load_hf, save_hf
+from .local_shards import Shards, shards
 from .model_state import StateDictOptions
 from .planner import LoadPlanner, SavePlanner
 from .state_dict import (
@@ -37,6 +38,7 @@ from .storage import load, resume, save
 __all__ = [
     "LoadPlanner",
     "SavePlanner",
+    "Shards",
     "StateDictOptions",
     "get_model_state_dict",
     "get_optimizer_state_dict",
@@ -51,4 +53,5 @@ __all__ = [
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
+    "shards",
 ]
