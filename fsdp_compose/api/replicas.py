@@ -76,7 +76,8 @@ def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
 
     Losing a group is not an error here: ``replicas.maximum`` returns ``False``, backward ends normally, and the caller
     throws the step away (``zero_grad()`` and another try). Parameters are not compared between groups. Start all with
-    equal ones, and let a group that comes later take those of another one, with ``checkpoint.shards``.
+    equal ones, and let a group that comes later take those of another one, with ``checkpoint.shards``. docs/elastic.md
+    has a whole program.
 
     Ranks: all ranks of the job, between the same two iterations. Local: no communication.
 

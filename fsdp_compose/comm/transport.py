@@ -443,7 +443,8 @@ class Recorder(Transport):
         return collective
 
     def _under_way(self, collective: Collective, work: Work) -> Work:
-        self._notes.under_way(collective, work)
+        if self.num_ranks:  # those of replica groups may be waited for on one stream alone: it ends when that is done
+            self._notes.under_way(collective, work)
         return _Recorded(work, collective, self._notes)
 
 
