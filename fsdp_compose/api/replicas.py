@@ -96,7 +96,7 @@ def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
             raise MisuseTypeError(
                 f"set_replicas(): a {type(replicas).__name__} has no method {method}(): see fsdp_compose.Replicas"
             )
-    states = [state for state, _ in states_to_run(module)]
+    states = [state for state, _ in states_to_run(module)] if isinstance(module, nn.Module) else []
     if not states:
         raise MisuseError(
             f"set_replicas(): there is no fully_shard group below this {type(module).__name__}: call fully_shard() "
