@@ -65,9 +65,9 @@ class _Steps:
         return kept_for(optimizer, cls, make)
 
     def begin(self) -> None:
-        if self._thread != threading.get_ident():
+        if self._thread is None:  # else an earlier step has raised, maybe on another thread
             self._lock.acquire()
-            self._thread = threading.get_ident()
+        self._thread = threading.get_ident()
 
     def end(self) -> None:
         if self._thread == threading.get_ident():

@@ -291,7 +291,10 @@ def test_a_step_that_raised_is_told_of_until_the_next_one():
         train(model, optimizer, 0)
     assert "ended in an exception" in in_thread()
     handle.remove()
-    train(model, optimizer, 0)
+    stepping = threading.Thread(target=optimizer.step)  # on another thread than the one that raised
+    stepping.start()
+    stepping.join(20)
+    assert not stepping.is_alive()
     assert_equal(in_thread(), held.state())
 
 
