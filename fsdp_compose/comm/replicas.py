@@ -27,7 +27,8 @@ class Replicas(Protocol):
     """What ``set_replicas`` takes: groups of ranks that train the same model, each of which may be lost as a whole.
 
     Both methods are called by every rank of every group, in the same order, in each backward that reduces gradients.
-    Each rank stands for its group: it communicates with the ranks of the same number in the other groups.
+    Each rank stands for its group: it communicates with the ranks of the same number in the other groups. When a group
+    is lost, both must still return in bounded time, on every rank: some may have noticed and call no more, others not.
     """
 
     def average(self, tensor: torch.Tensor) -> Work:

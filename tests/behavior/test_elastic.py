@@ -8,21 +8,26 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compose
 from fsdp_compose import (
+    CPUOffloadPolicy,
     FSDPComposeError,
     MisuseError,
+    MixedPrecisionPolicy,
     RankLostError,
     RanksDifferError,
+    clip_grad_norm_,
     describe,
+    flat_parameters,
     fully_shard,
     functional_mode,
     no_sync,
@@ -95,6 +100,10 @@ class Divided:
         self.divisor = 1
 
 
+class Done:
+    def wait(self) -> None: ...
+
+
 class Died(Exception):
     """This group is killed here."""
 
@@ -117,7 +126,7 @@ class Losing(OfGroup):
         if self._call():
             return super().average(tensor)
         tensor.fill_(float("nan"))
-        return Divided(type("Done", (), {"wait": lambda _: None})(), tensor, 1)
+        return Divided(Done(), tensor, 1)
 
     def maximum(self, tensor: torch.Tensor) -> bool:
         return self._call() and super().maximum(tensor)
@@ -247,6 +256,74 @@ def test_none_means_the_same_in_all_groups(world_size, in_a_loss):
                 (loss / world_size).backward()
         optimizers[1].step()
     assert_close(model, dict(reference.named_parameters()))
+
+
+@distributed(world_size=4)
+def test_ranks_of_which_one_alone_has_lost_another_group_still_agree():
+    """Which parameters have a gradient is the same on the ranks of a group, whatever each knows of other groups."""
+    group = Group(2)
+
+    class LosesBesideOneRank(OfGroup):
+        """The first ranks of the groups lose each other in the first maximum, of which one still gets the result."""
+
+        is_lost = False
+
+        def average(self, tensor: torch.Tensor) -> Any:
+            return Divided(Done(), tensor, 1) if self.is_lost else super().average(tensor)
+
+        def maximum(self, tensor: torch.Tensor) -> bool:
+            if self.is_lost:
+                return False
+            self.is_lost = group.place == 0
+            super().maximum(received := tensor.clone())
+            if group.rank == 0:
+                return False
+            tensor.copy_(received)
+            return True
+
+    model = sharded(group.new_life(), LosesBesideOneRank(group.everyone), Branches)
+    model.uses_b = group.number == 1
+    loss = mean_square(model, batch_of(0, group.number, group.place))
+    if group.number == 1:
+        loss = loss + model.c.weight.full_tensor().square().sum()  # late: all ranks must reduce once more
+    loss.backward()
+    assert [param.grad is not None for param in model.parameters()] == [True, True, True, True, True, False]
+    assert model.c.weight.grad.full_tensor().any()
+
+
+POLICIES: dict[str, tuple[dict[str, Any], float]] = {
+    "plain": ({}, 0),
+    "bf16": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}, 0),
+    "fp16 sums": ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}, 1e-3),
+    "offload": ({"offload_policy": CPUOffloadPolicy()}, 0),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@distributed(world_size=4)
+def test_it_trains_like_hybrid_sharding(policy):
+    group = Group(2)
+    (options, tolerance), models = POLICIES[policy], list[nn.Module]()
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for mesh, replicas in ((hybrid, None), (group.new_life(), OfGroup(group.everyone))):
+        torch.manual_seed(0)
+        model = shard_layers(Stack(), mesh=mesh, **options)
+        if replicas is not None:
+            set_replicas(model, replicas)
+        models.append(model)
+    optimizers = [adamw(flat_parameters(model)) for model in models]
+    for step in range(3):
+        norms = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for i, part in enumerate(batch_of(step, group.number, group.place).float().chunk(2)):
+                with nullcontext() if i else no_sync(model):
+                    mean_square(model, part).backward()
+            norms.append(clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(norms[0], norms[1], rtol=tolerance, atol=tolerance)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b.full_tensor(), rtol=tolerance, atol=tolerance)
 
 
 class TwoOrders(nn.Module):
