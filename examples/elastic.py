@@ -21,7 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -152,4 +154,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: a thread of torchft's would keep this process until the quorum times out
