@@ -39,6 +39,7 @@ from .api import (
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
     set_post_reduction_hook,
+    set_replicas,
     set_requires_all_reduce,
     set_requires_gradient_sync,
     set_reshard_after_backward,
@@ -47,6 +48,7 @@ from .api import (
     sync_optional_groups,
     unshard,
 )
+from .comm import Replicas
 from .errors import CheckpointDamagedError, FSDPComposeError, MisuseError, RankLostError, RanksDifferError
 from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
 from .inspect import (
@@ -80,6 +82,7 @@ __all__ = [
     "RaggedShard",
     "RankLostError",
     "RanksDifferError",
+    "Replicas",
     "Trace",
     "TraceEvent",
     "UnreducedParameter",
@@ -118,6 +121,7 @@ __all__ = [
     "set_modules_to_backward_prefetch",
     "set_modules_to_forward_prefetch",
     "set_post_reduction_hook",
+    "set_replicas",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "set_reshard_after_backward",

@@ -104,6 +104,7 @@ __all__ = [
     "has_closed",
     "has_gloo_on_cpu",
     "hook_gradient",
+    "hook_saved_first",
     "in_compiled_autograd",
     "in_forward_ad",
     "in_transform",
@@ -135,6 +136,7 @@ __all__ = [
     "refuse_access",
     "register_work",
     "same_storage",
+    "saves_as_torch_module",
     "set_group_timeout",
     "set_leaf_hooks",
     "share_versions",
@@ -665,6 +667,20 @@ def loads_as_torch_module(module: nn.Module, known_hook: Callable[..., Any]) -> 
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return not is_own and all(hook is known_hook for hook in hooks)
+
+
+def saves_as_torch_module(module: nn.Module) -> bool:
+    """Whether ``module`` itself puts its parameters, buffers and extra state into a state dict, each as it is, under
+    their own names: it has no ``_save_to_state_dict()`` of its own. (Hooks run before and after that.)"""
+    is_own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+    return not is_own and "_save_to_state_dict" not in module.__dict__
+
+
+def hook_saved_first(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Call ``hook(module, state_dict, prefix, metadata)`` when ``module.state_dict()`` has its own entries, before the
+    hooks of others."""
+    handle = module.register_state_dict_post_hook(hook)
+    cast("OrderedDict[int, Any]", module._state_dict_hooks).move_to_end(handle.id, last=False)
 
 
 def versions_of(state_dict: Any) -> dict[str, Any]:

@@ -1598,6 +1598,25 @@ def test_loads_as_torch_module():
     assert not _torch.loads_as_torch_module(module, known)
 
 
+def test_saves_as_torch_module():
+    class Own(nn.Module):
+        def _save_to_state_dict(self, *arguments):
+            super()._save_to_state_dict(*arguments)
+
+    module = nn.Linear(1, 1)
+    assert _torch.saves_as_torch_module(module) and not _torch.saves_as_torch_module(Own())
+    module._save_to_state_dict = lambda *_: None
+    assert not _torch.saves_as_torch_module(module) and not module.state_dict(), "which torch calls"
+
+
+def test_hook_saved_first():
+    model, seen = nn.Sequential(nn.Linear(1, 1)), []
+    model[0].register_state_dict_post_hook(lambda _, state, *__: seen.append(("theirs", [*state])))
+    _torch.hook_saved_first(model[0], lambda _, state, prefix, __: seen.append((prefix, [*state])))
+    model.state_dict()
+    assert seen == [("0.", ["0.weight", "0.bias"]), ("theirs", ["0.weight", "0.bias"])]
+
+
 def test_versions_of():
     state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
     assert _torch.versions_of(state) == {"": {"version": 1}, "0": {"version": 2}} and _torch.versions_of({}) == {}

@@ -30,6 +30,7 @@ from .model_offload import onload_model as onload_model
 from .planning import MakeOptimizer as MakeOptimizer
 from .planning import plan as plan
 from .replicas import broadcast_replicas as broadcast_replicas
+from .replicas import set_replicas as set_replicas
 from .shard import check_fully_shard as check_fully_shard
 from .shard import check_ignored as check_ignored
 from .shard import check_modules as check_modules

@@ -456,11 +456,11 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Set whether later backwards average gradients over replicas too, or only over the shard group.
 
-    On a mesh (replicate, shard), a backward without all-reduce keeps the reduce-scattered gradients, in the wider of
-    the reduce dtype and the gradients' dtype, until a backward with all-reduce. Accumulation over several batches then
-    costs one all-reduce and the memory of a shard, where ``no_sync`` needs the memory of the whole model. Until then
-    gradients cannot be read, as inside ``no_sync``, and ``zero_grad()`` drops the kept ones. It has no effect without
-    replicas or in functional mode, where every backward reduces.
+    On a mesh (replicate, shard), or with ``set_replicas``, a backward without all-reduce keeps the reduce-scattered
+    gradients, in the wider of the reduce dtype and the gradients' dtype, until a backward with all-reduce. Accumulation
+    over several batches then costs one all-reduce and the memory of a shard, where ``no_sync`` needs the memory of the
+    whole model. Until then gradients cannot be read, as inside ``no_sync``, and ``zero_grad()`` drops the kept ones. It
+    has no effect without replicas or in functional mode, where every backward reduces.
 
     Ranks: all ranks must set the same value. Local: no communication.
 

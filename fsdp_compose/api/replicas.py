@@ -1,4 +1,4 @@
-"""``broadcast_replicas``: make replicas equal."""
+"""``broadcast_replicas``: make replicas equal; ``set_replicas``: average over replica groups of the user."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_tensor
-from ..comm import as_transferable, check_mesh, meet, noticing_loss
-from ..errors import MisuseError, MisuseRuntimeError
+from ..comm import Replicas, as_transferable, check_mesh, meet, noticing_loss
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, local_elements, plain_tensor
-from ..group import _FSDPState, _get_fsdp_states, widest_mesh
+from ..group import Kind, _FSDPState, _get_fsdp_states, states_to_run, widest_mesh
 from ..ragged import note_write_of_all_ranks
+from ..runtime import optional_replicas_error
 
 
 def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
@@ -62,6 +63,87 @@ def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> 
     with torch.no_grad(), noticing_loss(widest.peers, "broadcast_replicas()"):
         for handle in handles:
             _broadcast(handle)
+
+
+def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
+    """Average gradients over replica groups in other jobs too, which may come and go.
+
+    A replica group is a job of its own: its own launcher and default process group. Its ranks share the shards. In
+    backward each gradient is averaged over the group as usual; then ``replicas.average`` averages this rank's part over
+    the groups, while backward goes on. ``None`` means the same in all groups: at the end of a backward they agree which
+    parameters have a gradient, through ``replicas.maximum``. Groups that have reduced other gradients, or in another
+    order, raise an error before any is shown.
+
+    Losing a group is not an error here: ``replicas.maximum`` returns ``False``, backward ends normally, and the caller
+    throws the step away (``zero_grad()`` and another try). Parameters are not compared between groups. Start all with
+    equal ones, and let a group that comes later take those of another one, with ``checkpoint.shards``. docs/elastic.md
+    has a whole program.
+
+    Ranks: all ranks of the job, between the same two iterations. Local: no communication.
+
+    Args:
+        module: the root of the model; call this after ``fully_shard``.
+        replicas: an object with the two methods of ``Replicas``. ``None``: no longer average over replica groups.
+
+    Raises:
+        MisuseTypeError: ``replicas`` lacks a method.
+        MisuseError: there is no ``fully_shard`` group below ``module``; a group is optional, has a mesh with replicas
+            of its own or comes from ``replicate()``; graphs of ``torch.compile`` contain it.
+        MisuseRuntimeError: a forward or backward is running, or gradients are accumulated that are not reduced yet.
+    """
+    for method in ("average", "maximum") if replicas is not None else ():
+        if not callable(getattr(replicas, method, None)):
+            raise MisuseTypeError(
+                f"set_replicas(): a {type(replicas).__name__} has no method {method}(): see fsdp_compose.Replicas"
+            )
+    states = [state for state, _ in states_to_run(module)] if isinstance(module, nn.Module) else []
+    if not states:
+        raise MisuseError(
+            f"set_replicas(): there is no fully_shard group below this {type(module).__name__}: call fully_shard() "
+            "first"
+        )
+    for state in states:
+        _refuse_own_replicas(state)
+        if state.root is not None and not {*state.root.live_states()} <= {*states}:
+            raise MisuseError(
+                f"set_replicas(): the model of the fully_shard group {state.name} has groups outside of this "
+                f"{type(module).__name__}: call it on the root"
+            )
+    meshes = [mesh for state in states for mesh in (state.mesh, *[handle.mesh for handle in state._handles])]
+    changed = {id(mesh): mesh.with_replicas(replicas) for mesh in meshes}  # one object for equal ones, as before
+    for state in states:
+        state.mesh = changed[id(state.mesh)]
+        for handle in state._handles:
+            handle.run_on(changed[id(handle.mesh)])
+    for root in {state.root: None for state in states if state.root is not None}:
+        state = root.live_states()[0]  # so that ranks which have not called this differ
+        root.order.entries.append(state.log.note(Kind.REPLICAS, str(replicas is None)))
+
+
+def _refuse_own_replicas(state: _FSDPState) -> None:
+    name = state.name
+    if state.options.is_optional:
+        raise MisuseError(optional_replicas_error(name))
+    if state.mesh.mesh.ndim > 1:
+        raise MisuseError(
+            f"set_replicas(): the fully_shard group {name} is on a mesh with replicas of its own, (replicate, shard), "
+            "or comes from replicate(): shard it over a mesh with one dimension, whose ranks are one replica group"
+        )
+    if state.persistent.captured is not None:
+        raise MisuseError(
+            f"set_replicas(): graphs of torch.compile contain the fully_shard group {name}: call it before compiled "
+            "code runs"
+        )
+    if state.is_busy or state.progress.awaiting_backward:
+        raise MisuseRuntimeError(
+            f"set_replicas(): a forward or backward of the fully_shard group {name} is running or still to come: call "
+            "it between iterations"
+        )
+    if any([handle.pending_gradients.accumulation is not None for handle in state._handles]):
+        raise MisuseRuntimeError(
+            f"set_replicas(): gradients of the fully_shard group {name} are accumulated and not reduced yet: call it "
+            "after optimizer.step() and zero_grad()"
+        )
 
 
 def _broadcast_unsharded(module: nn.Module, mesh: DeviceMesh | None) -> None:

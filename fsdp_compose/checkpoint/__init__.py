@@ -21,6 +21,7 @@ from .background import SaveFuture, Saver, async_save
 from .fqns import ModelNames as ModelNames
 from .hf import extend_transformers_loader as extend_transformers_loader
 from .hf import load_hf, save_hf
+from .local_shards import Shards, shards
 from .model_state import StateDictOptions
 from .planner import LoadPlanner, SavePlanner
 from .retention import keep, latest
@@ -41,6 +42,7 @@ __all__ = [
     "SaveFuture",
     "SavePlanner",
     "Saver",
+    "Shards",
     "StateDictOptions",
     "async_save",
     "get_model_state_dict",
@@ -58,4 +60,5 @@ __all__ = [
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
+    "shards",
 ]

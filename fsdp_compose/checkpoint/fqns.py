@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import loads_as_torch_module, wrapped_child
+from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, handle_of
 from ..group import before_load, sharded_parameters
 
@@ -93,6 +94,17 @@ class ModelNames:
         """Return every flat parameter of the model."""
         places = [handle_of(tensor) for tensor in self.parameters.values()]
         return list(dict.fromkeys(place[0] for place in places if place is not None))
+
+    def refuse_while_running_elsewhere(self) -> None:
+        """Raise if a forward or backward of the model runs on another thread, whose collectives would be mixed up with
+        those of this one, or which would see half-loaded parameters."""
+        owners = [None if handle.owner is None else handle.owner() for handle in self.handles()]
+        if any([owner is not None and owner.is_busy and owner.is_of_another_thread for owner in owners]):
+            raise MisuseRuntimeError(
+                "another thread runs a forward or backward of the model: call this between iterations, in the thread "
+                "that trains. checkpoint.shards(model) may be read on any thread, and so may state dicts that are not "
+                "full"
+            )
 
     def prefixes_of(self, modules: set[nn.Module] | None) -> list[str]:
         """Return the FQN prefixes of the given submodules; without any, that of the model."""

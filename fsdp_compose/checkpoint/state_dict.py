@@ -119,6 +119,8 @@ def _choose(
     Raises:
         RuntimeError: the state dicts cannot be made.
     """
+    if options.full_state_dict:
+        names.refuse_while_running_elsewhere()
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     for by in trained:
         by.keep_only(names.prefixes_of(submodules))
@@ -263,6 +265,7 @@ def _prepare(
     sender: Sender | None,
 ) -> _Ready:
     """Check and normalize the input. Local. Raises RuntimeError or the user's error if something cannot be loaded."""
+    names.refuse_while_running_elsewhere()
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     if sender is not None and not sender.is_here:
         return _Ready(trained, _Given(), b"")

@@ -377,6 +377,7 @@ class ControlExchange:
         self._view = memoryview(self._buffer)
         self.used = self._view[:num_params]
         self.late = self._view[num_params:]
+        self.told = self._view  # both
         self.steps_agree = True
         self._end_of = end_of
 

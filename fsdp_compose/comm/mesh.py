@@ -32,6 +32,7 @@ from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError, RankLostE
 from .context import kept_for
 from .failure import fail_together
 from .gloo import TRANSPORT_ENV, transport_of
+from .replicas import Replicas, ReplicaTransport
 from .store import agree_on_name
 from .transport import Transport
 
@@ -159,7 +160,7 @@ class DataParallelMesh:
             there are no ranks to meet, and checks that need other ranks are local.
         has_whole: every rank holds all elements, and there are several: nothing to gather or scatter, only to average.
         transport: how flat tensors move over ``shard_group``.
-        replica_transport: how they move over ``replicate_group``.
+        replica_transport: how they move over ``replicate_group``, or over the user's replica groups (``replicas``).
         missing_factor: the number of data ranks divided by the number of ranks over which collectives average here.
             Backward has already summed gradients over the rest (expert parallelism).
         part_transport: how they move among the adjacent ranks that keep the parameters sharded among themselves between
@@ -190,6 +191,17 @@ class DataParallelMesh:
             replica_transport=None if replicas is None else change(replicas),
             part_transport=None if parts is None else change(parts),
         )
+
+    def with_replicas(self, replicas: Replicas | None) -> DataParallelMesh:
+        """A copy, of a mesh without a replicate group, that also averages over the user's replica groups."""
+        transport = None if replicas is None else ReplicaTransport(replicas, self.shard_group)
+        return replace(self, replica_transport=transport)
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The user's replica groups (``set_replicas``). They are no ranks of this job, so they are in none of the sets
+        of ranks and in no world size."""
+        return None if self.replica_transport is None else self.replica_transport.replicas
 
     @property
     def has_peers(self) -> bool:
@@ -227,6 +239,8 @@ class DataParallelMesh:
         facts: dict[str, object] = {"transport": self.transport.unrecorded.name}
         if self.mesh.ndim > 1:
             facts |= {"replicas": self.replicate_world_size, "shards": self.shard_world_size}
+        if self.replicas is not None:
+            facts["replica groups"] = "set_replicas()"
         if self.part_transport is not None:
             facts["ranks that share parts"] = self.part_size
         return facts

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, group_device_types
+
+if TYPE_CHECKING:
+    from .replicas import Replicas
 
 # ---- Kinds of collectives, and labels for what they carry, as errors and schedules print them.
 
@@ -171,6 +174,16 @@ class Transport:
         """This transport, or the one that it records."""
         return self
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks take part in a collective; 0 if that changes (replica groups)."""
+        return self.group.size()
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The user's replica groups over which this one averages, if it does that."""
+        return None
+
     def among(self, peers: dist.ProcessGroup) -> Transport:
         """A transport for the same process group whose ranks work in lockstep with all of ``peers``."""
         return self
@@ -312,7 +325,7 @@ class Collective:
         kind: one of ``KINDS``, or ``GATHER``.
         label: the parameters that it is for.
         numel, dtype: of the whole tensor, which each rank has before or after it; of an all-to-all, of all that moves.
-        num_ranks: how many ranks take part.
+        num_ranks: how many ranks take part; 0: replica groups, whose number changes.
         place: for a gather, which ranks get the whole tensor, in words.
     """
 
@@ -332,7 +345,8 @@ class Collective:
         if self.place:
             return f"{self.kind} {self.label} on {self.place}"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.kind} {self.label} ({self.numel} x {dtype} among {self.num_ranks} ranks)"
+        ranks = f"{self.num_ranks} ranks" if self.num_ranks else "replica groups"
+        return f"{self.kind} {self.label} ({self.numel} x {dtype} among {ranks})"
 
 
 class CollectiveNotes:
@@ -372,6 +386,14 @@ class Recorder(Transport):
     @property
     def unrecorded(self) -> Transport:
         return self.inner.unrecorded
+
+    @property
+    def num_ranks(self) -> int:
+        return self.inner.num_ranks
+
+    @property
+    def replicas(self) -> Replicas | None:
+        return self.inner.replicas
 
     def among(self, peers: dist.ProcessGroup) -> Transport:
         return Recorder(self.inner.among(peers), self._notes)
@@ -416,12 +438,13 @@ class Recorder(Transport):
         self.inner.skip(nbytes, label)
 
     def _issue(self, kind: str, label: Label, whole: torch.Tensor) -> Collective:
-        collective = Collective(kind, str(label), whole.numel(), whole.dtype, self.group.size())
+        collective = Collective(kind, str(label), whole.numel(), whole.dtype, self.num_ranks)
         self._notes.issue(collective)
         return collective
 
     def _under_way(self, collective: Collective, work: Work) -> Work:
-        self._notes.under_way(collective, work)
+        if self.num_ranks:  # those of replica groups may be waited for on one stream alone: it ends when that is done
+            self._notes.under_way(collective, work)
         return _Recorded(work, collective, self._notes)
 
 

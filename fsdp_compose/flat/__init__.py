@@ -35,6 +35,7 @@ from .events import listen as listen
 from .events import stop_listening as stop_listening
 from .events import watched as watched
 from .flat_param import FlatParamHandle as FlatParamHandle
+from .flat_param import Owner as Owner
 from .flat_param import add_segment as add_segment
 from .flat_param import check_segments as check_segments
 from .flat_param import forget as forget

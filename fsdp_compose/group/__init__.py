@@ -31,6 +31,8 @@ from .collective_order import END_OF_FORWARD as END_OF_FORWARD
 from .collective_order import FLAGS_CHANGED as FLAGS_CHANGED
 from .collective_order import LOADED as LOADED
 from .collective_order import OTHER_MODEL as OTHER_MODEL
+from .collective_order import REPLICAS_DIFFER as REPLICAS_DIFFER
+from .collective_order import REPLICAS_SET as REPLICAS_SET
 from .collective_order import SERVE as SERVE
 from .collective_order import START_OF_BACKWARD as START_OF_BACKWARD
 from .collective_order import UNSHARDED_DIFFER as UNSHARDED_DIFFER

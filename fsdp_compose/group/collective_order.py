@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _MAX_ENTRIES = 1 << 16  # collectives remembered between two exchanges; only a program without backward gets there
 FLAGS_CHANGED = "no collective but a change of requires_grad"
 LOADED = "no collective but a load_state_dict() of whole tensors"
+REPLICAS_SET = "no collective but a set_replicas()"
+REPLICAS_DIFFER = "no collective but the news that another replica group has issued other reductions"
 UNSHARDED_DIFFER = "no collective but a look at the unsharded parameters that a parametrization was put on"
 
 
@@ -48,6 +50,9 @@ class Kind(IntEnum):
     END_OF_GROUP = 10  # of the forward of a group
     SERVE = 11
     OTHER_MODEL = 12  # where another root goes on
+    # more notes
+    REPLICAS = 13  # ``set_replicas()``
+    REPLICAS_DIFFER = 14  # another replica group has reduced other gradients
 
 
 class Entry(NamedTuple):
@@ -281,7 +286,12 @@ class CollectiveLog:
         return f"the {_COLLECTIVES[entry.kind]} of {name}"
 
 
-_NOTES = {Kind.LOADED: LOADED, Kind.UNSHARDED: UNSHARDED_DIFFER}
+_NOTES = {
+    Kind.LOADED: LOADED,
+    Kind.UNSHARDED: UNSHARDED_DIFFER,
+    Kind.REPLICAS: REPLICAS_SET,
+    Kind.REPLICAS_DIFFER: REPLICAS_DIFFER,
+}
 _COLLECTIVES = {
     Kind.ALL_GATHER: "all-gather",
     Kind.REDUCE_SCATTER: "reduce-scatter",

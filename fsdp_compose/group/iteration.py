@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -221,6 +222,7 @@ class Forward:
     is_given: bool = False  # it began with values of ``functional_call`` in some parameter slots
     task: int = -1  # autograd's number of the backward inside which it began; -1 outside backward
     num_backwards: int = 0  # how many backwards this process had run when it began
+    thread: int = field(default_factory=get_ident)  # the thread in which it began
     depth: int = 0  # number of forwards entered and not left
     innermost: HookedUse | None = None  # the innermost running use in the default mode under grad mode
     # The last ended use of each group, by index; cleared when the outermost forward ends.
@@ -250,6 +252,7 @@ class Backward:
 
     # Which of this process's outermost backwards it runs in.
     number: int = field(default_factory=lambda: backwards.num_outermost)
+    thread: int = field(default_factory=get_ident)  # the thread in which it began; autograd has some of its own
     has_added: bool = False  # it has added to a gradient that existed before, or has begun to publish its own
     has_outside_grads: bool = False  # ... produced gradients for uses outside a forward (``differentiable_gather``)
     after_publication: list[Callable[[], None]] = field(default_factory=list)  # called when gradients are published

@@ -20,9 +20,19 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .._torch import hook_saved_first, saves_as_torch_module
 from ..comm import IN_GROUP, Names
 from ..errors import MisuseRuntimeError
-from ..flat import FlatParamHandle, ManagedParameter, check_content, note_write, refuse_meta_content, take_content
+from ..flat import (
+    FlatParamHandle,
+    ManagedParameter,
+    Owner,
+    check_content,
+    handle_of,
+    note_write,
+    refuse_meta_content,
+    take_content,
+)
 from ..ragged import RaggedDTensor
 from .hook_decorators import MARKS, ends_forward
 from .kept_tensors import KeptTensors, Namespace
@@ -322,6 +332,10 @@ def caches_parameters(swap: ParameterSwap) -> bool:
 
 
 # ---- State dicts
+#
+# In the thread of the iteration, a module shows its sharded parameters while it makes or loads a state dict, so that
+# all hooks and methods of users find them. In any other thread forward needs them as they are: the entries that
+# ``state_dict()`` has taken are replaced instead, and what cannot be replaced so is refused.
 
 SHARDED_PARAMS, _ASIDE, _OWN = "_fsdp_compose_sharded_params", "_fsdp_compose_aside", "_fsdp_compose_own"
 _OWN_ATTRIBUTES = (SHARDED_PARAMS, _ASIDE, _OWN, *MARKS)
@@ -331,8 +345,9 @@ def guard_state_dict(module: nn.Module, fqn: str) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at all times."""
     # Even inside forward, and after a KeyboardInterrupt, which skips post-forward hooks.
     if SHARDED_PARAMS not in module.__dict__:
-        module.register_state_dict_pre_hook(_show_sharded)
+        module.register_state_dict_pre_hook(_before_save)
         module.register_state_dict_post_hook(_show_what_was)
+        hook_saved_first(module, _after_save)
         module.register_load_state_dict_pre_hook(before_load)
         module.register_load_state_dict_post_hook(_after_load)
     module.__dict__[SHARDED_PARAMS] = module._parameters
@@ -343,6 +358,12 @@ def guard_state_dict(module: nn.Module, fqn: str) -> None:
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """With ``assign=True``, let sharded parameters take over the values that would replace them, in their slots."""
     fqn, sharded_params = module.__dict__[_OWN]
+    if _runs_elsewhere(module):
+        raise MisuseRuntimeError(
+            f"load_state_dict() of {fqn or type(module).__name__} was called on one thread while another thread "
+            "runs a forward or backward of the model, which would go on with a mixture of old and new parameters: "
+            "load between iterations"
+        )
     given = {name: state_dict[prefix + name] for name in sharded_params if prefix + name in state_dict}
     is_assigned = bool(metadata.get("assign_to_params_buffers"))
     for name, value in given.items():
@@ -388,6 +409,54 @@ class SlotView:
         self._module.__dict__.update(self._before)
 
 
+def _before_save(module: nn.Module, *_: Any) -> None:
+    attributes = module.__dict__
+    if attributes["_parameters"] is attributes[SHARDED_PARAMS]:
+        return
+    if not _is_of_another_thread(module):
+        _show_sharded(module)
+    elif not saves_as_torch_module(module):
+        _refuse_own_save(module)
+
+
+def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+    """Replace what another thread's ``state_dict()`` has taken in a forward or backward, which may have begun since."""
+    attributes = module.__dict__
+    if saves_as_torch_module(module):
+        for name in attributes[_OWN][1]:
+            value, sharded = state_dict.get(prefix + name), attributes[SHARDED_PARAMS].get(name)
+            if value is not None and isinstance(sharded, RaggedDTensor) and not isinstance(value, RaggedDTensor):
+                keeps_vars = isinstance(value, nn.Parameter)
+                state_dict[prefix + name] = sharded if keeps_vars else sharded.detach()
+    elif attributes["_parameters"] is not attributes[SHARDED_PARAMS] and _is_of_another_thread(module):
+        _refuse_own_save(module)
+
+
+def _refuse_own_save(module: nn.Module) -> None:
+    raise MisuseRuntimeError(
+        f"state_dict() was called while another thread runs a forward or backward of the model, whose "
+        f"{type(module).__name__} ({module.__dict__[_OWN][0] or 'a root of a group'}) saves itself by a method of its "
+        "own (_save_to_state_dict), which would find parameters that are about to be freed. Call state_dict() between "
+        "iterations, or take checkpoint.shards(model), which may be read on any thread"
+    )
+
+
+def _is_of_another_thread(module: nn.Module) -> bool:
+    """Whether the forwards of ``module`` run on another thread than this one."""
+    return any([owner.is_of_another_thread for owner in _owners(module)])
+
+
+def _runs_elsewhere(module: nn.Module) -> bool:
+    """Whether a forward or backward of the model is running, on another thread."""
+    return any([owner.is_busy and owner.is_of_another_thread for owner in _owners(module)])
+
+
+def _owners(module: nn.Module) -> list[Owner]:
+    places = [handle_of(param) for param in module.__dict__[_OWN][1].values()]
+    owners = [None if place is None or place[0].owner is None else place[0].owner() for place in places]
+    return [*dict.fromkeys([owner for owner in owners if owner is not None])]
+
+
 def _show_sharded(module: nn.Module, *_: Any) -> None:
     attributes = module.__dict__
     if attributes["_parameters"] is not attributes[SHARDED_PARAMS]:
@@ -396,6 +465,8 @@ def _show_sharded(module: nn.Module, *_: Any) -> None:
 
 
 def _show_what_was(module: nn.Module, *_: Any) -> None:
+    if _ASIDE not in module.__dict__ or _is_of_another_thread(module):  # which may be what that thread has put aside
+        return
     aside = module.__dict__.pop(_ASIDE, None)
     if aside is not None:
         module.__dict__["_parameters"] = aside

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from operator import attrgetter
+from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol, cast
 
@@ -253,6 +254,15 @@ class _FSDPState(ComposableState):
             root.forward.depth or root.backward is not None or root.failed_backward is not None
         )
         return bool(self.progress.running_forwards or self.backward.active_uses or is_in_root)
+
+    @property
+    def is_of_another_thread(self) -> bool:
+        """Whether this is neither the thread of the root's last forward nor that of its running backward."""
+        root, here = self.root, get_ident()
+        if root is None or root.forward.thread == here:
+            return False
+        backward = root.backward
+        return backward is None or backward.thread != here
 
     def live_modules(self) -> list[nn.Module]:
         """The modules given to the call."""

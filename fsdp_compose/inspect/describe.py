@@ -220,6 +220,8 @@ def _options(state: _FSDPState, module_names: Mapping[nn.Module, str]) -> dict[s
         is_known = state.root is not None
         reshards = state.place.reshards_after_forward if is_known else "if it is not the root's"
     facts = {"reshard_after_forward": str(reshards)}
+    if state.mesh.replicas is not None:
+        facts["replicas"] = f"averaged over replica groups ({type(state.mesh.replicas).__name__})"
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if field.name not in ("mp_policy", *facts) and value != getattr(default, field.name):

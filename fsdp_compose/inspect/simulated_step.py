@@ -565,6 +565,11 @@ class _Simulation:
 
     def _listen(self, model: nn.Module) -> None:
         for state, name in states_to_run(model):
+            if state.mesh.replicas is not None:
+                raise MisuseError(
+                    "plan(): the model averages gradients over replica groups (set_replicas()), whose number only they "
+                    "know: plan one group's job without them. They add an all-reduce of each gradient shard"
+                )
             for handle in state._handles:
                 handle.change_transports(
                     lambda transport, name=name or "(root)": NothingMoves(  # type: ignore[misc]

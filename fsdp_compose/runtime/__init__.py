@@ -36,3 +36,4 @@ from .hooks import enter_alone as enter_alone
 from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward
 from .hooks import region as region
+from .lazy_init import optional_replicas_error as optional_replicas_error

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from .._torch import call_after_compilation, tracing_attempt
-from ..comm import ControlExchange, first_difference, known_journal, last_of_every_rank, meet
+from ..comm import ControlExchange, agree_between, first_difference, known_journal, last_of_every_rank, meet
 from ..errors import MisuseRuntimeError, RanksDifferError
 from ..flat import summary_of
 from ..group import (
+    END_OF_BACKWARD,
     FLAGS_CHANGED,
     LOAD_REMEDY,
     LOADED,
     OTHER_MODEL,
+    REPLICAS_DIFFER,
+    REPLICAS_SET,
     UNSHARDED_DIFFER,
     Entry,
     GraphPlan,
+    Kind,
     Root,
     VersionsBefore,
     _FSDPState,
@@ -65,6 +70,14 @@ def raise_different_order(root: Root, place: Entry) -> None:
                 "resharded, and no gradient was published. Let every rank do the same, and modify parameters outside "
                 "forward"
             )
+        if REPLICAS_SET in a or REPLICAS_SET in b:
+            return (
+                "set_replicas() was called on some ranks only: instead of collective "
+                f"{position} of this iteration there was {a} on rank 0 and {b} on rank {rank}. No gradient was "
+                "published. Call it on every rank, between the same two iterations"
+            )
+        if REPLICAS_DIFFER in a or REPLICAS_DIFFER in b:
+            return _other_replicas(root)
         if LOADED in a or LOADED in b:
             return (
                 "load_state_dict() got other whole tensors on some ranks, or ran on some ranks only: instead of "
@@ -140,6 +153,50 @@ def end_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
         raise_different_steps(root)
     root.order.close()
     steps_were_compared(root)
+
+
+# ---- Agreement with the other replica groups (``set_replicas``), after that of the ranks of this group
+
+
+def agree_with_replicas(root: Root, states: Sequence[_FSDPState], issued: Sequence[Entry]) -> None:
+    """Take over from the other replica groups which parameters have a gradient, and which groups have late ones. Ranks:
+    all of all groups, at the end of a backward, after the exchange.
+
+    Args:
+        issued: what this rank has issued in the backward, which is what the others of its group have.
+
+    Raises:
+        RanksDifferError: on all ranks, the groups have reduced other gradients.
+    """
+    replicas, exchange, options = states[0].mesh.replicas, root.exchange, [state.options for state in states]
+    if replicas is None or not any([item.requires_gradient_sync and item.requires_all_reduce for item in options]):
+        return  # groups may run unequal numbers of backwards that only accumulate
+    by_entry = {state.log.reduce_scatter: state for state in states}
+    # Names, because numbers depend on which model ran first since the job began. And no gathers, which come in another
+    # order in a job that has just begun.
+    reduced = [_reduction_of(by_entry[entry]) for entry in issued if entry in by_entry]
+    text = "\n".join([f"{len(exchange.used)} parameters", *reduced])
+    is_same = agree_between(replicas, text, exchange.told, any(exchange.late), states[0].mesh.device)
+    if not is_same:
+        root.order.entries.append(states[0].log.note(Kind.REPLICAS_DIFFER, text))
+    # Some ranks of this group may have lost the ranks that they stand beside, and know less than the others.
+    begin_exchange(root, exchange, END_OF_BACKWARD)
+    end_exchange(root, exchange, END_OF_BACKWARD)
+    if not is_same:
+        raise RanksDifferError(_other_replicas(root))
+
+
+def _reduction_of(state: _FSDPState) -> str:
+    sizes = [f"{handle.layout.flat_numel} x {handle.pending_gradients.dtype}" for handle in state._handles]
+    return f"{state.name}: {', '.join(sizes)}"
+
+
+def _other_replicas(root: Root) -> str:
+    return (
+        f"the replica groups (set_replicas()) have reduced other gradients in this backward of {root.label}, or in "
+        "another order, so their averages may be of different parameters. No gradient was published. All replica "
+        "groups must run the same fully_shard groups in the same order, on equally many ranks"
+    )
 
 
 # ---- Comparison of captured collectives: when a newly compiled graph has other collectives than before, before it runs

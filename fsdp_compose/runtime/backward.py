@@ -27,7 +27,7 @@ from ..group import (
     ends_backwards,
     never_traced,
 )
-from .agreement import begin_exchange, end_exchange, is_whole
+from .agreement import agree_with_replicas, begin_exchange, end_exchange, is_whole
 from .group_ops import (
     follow_requires_grad_writes_before_backward,
     hide_shown,
@@ -299,7 +299,11 @@ def _exchange(root: Root, states: list[_FSDPState], detector: ParameterDetector 
         if not accumulates:
             begin_exchange(root, exchange, END_OF_BACKWARD)
             root.communicator.finish()
+            has_replicas = bool(states) and states[0].mesh.replicas is not None
+            issued = [*root.order.entries] if has_replicas else []
             end_exchange(root, exchange, END_OF_BACKWARD)
+            if has_replicas:
+                agree_with_replicas(root, states, issued)
         if not any(exchange.late):
             if detector is not None and not may_be_late:
                 detector.backward_has_ended()

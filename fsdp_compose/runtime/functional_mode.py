@@ -126,6 +126,7 @@ class FunctionalMode:
             refuse_accumulated(state)
             _refuse_extensions(state)
             _refuse_optional(root, state)
+            _refuse_replicas(state)
             if not is_recomputed:
                 root.forward.depth += 1
                 if not state.progress.running_forwards:
@@ -153,6 +154,15 @@ def _refuse_optional(root: Root, state: _FSDPState) -> None:
             f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with "
             "values of functional_call()) in a model with optional groups. Only the default mode can gather these on "
             "ranks that skip them: leave functional mode, or shard the model without optional=True"
+        )
+
+
+def _refuse_replicas(state: _FSDPState) -> None:
+    if state.mesh.replicas is not None and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with values "
+            "of functional_call()) in a model whose gradients are averaged over replica groups (set_replicas()), which "
+            "agree at the end of a backward in the default mode only: leave functional mode"
         )
 
 

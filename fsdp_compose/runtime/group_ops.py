@@ -112,7 +112,7 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
         hide_shown(root, state.swap)
     is_kept = state.place.stays_after_backward or bool(state.progress.running_forwards)
     is_synced = options.requires_gradient_sync
-    averages = options.requires_all_reduce or state.mesh.replicate_group is None
+    averages = options.requires_all_reduce or state.mesh.replica_transport is None
     handles = state._handles
     if progress.num_early and not progress.is_reduced:
         handles = handles[progress.num_early :]

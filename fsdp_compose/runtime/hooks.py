@@ -477,6 +477,12 @@ def region(modules: Sequence[nn.Module]) -> Iterator[None]:
                     "a compiled region contains a fully_shard'ed model with optional groups, but a graph cannot tell "
                     "which of them a rank will run. Compile modules inside the groups, or shard without optional=True"
                 )
+            if state_of_hooked(module).mesh.replicas is not None:
+                raise NotImplementedError(
+                    "a compiled region contains a fully_shard'ed model whose gradients are averaged over replica "
+                    "groups (set_replicas()), which no graph can contain. Compile modules inside the groups, or the "
+                    "model with torch.compile(), whose graphs break where groups begin and end"
+                )
             root.forward.is_region = True
             root.forward.depth += 1
             entered.append(root)

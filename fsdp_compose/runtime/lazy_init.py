@@ -96,6 +96,7 @@ def mesh_of_root(found: _Found) -> DataParallelMesh:
     Raises:
         ValueError: a group is on other ranks than the rest; the message names a parameter of it.
     """
+    _check_replicas(found)
     data = max((state.mesh.ranks() for state, _ in found), key=len)
     for state, name in found:
         for handle in state._handles:
@@ -115,6 +116,27 @@ def mesh_of_root(found: _Found) -> DataParallelMesh:
     for state, _ in found:
         state.run_among(widest.peers, len(data) // len(state.mesh.ranks()))
     return widest_mesh([state for state, _ in found])
+
+
+def _check_replicas(found: _Found) -> None:
+    """Raise if some groups average over replica groups of the user and others do not, or ranks may skip groups."""
+    replicas = found[0][0].mesh.replicas
+    for state, name in found:
+        if state.mesh.replicas is not replicas:
+            raise MisuseError(
+                f"set_replicas() was called for some of the fully_shard groups below one root only, or with different "
+                f"objects: {name or '(root)'} and {found[0][1] or '(root)'} differ. Call it on the root, after all "
+                "calls of fully_shard()"
+            )
+        if replicas is not None and state.options.is_optional:
+            raise MisuseError(optional_replicas_error(name or "(root)"))
+
+
+def optional_replicas_error(name: str) -> str:
+    return (
+        f"set_replicas(): the fully_shard group {name} is optional, but which ranks skip it is agreed among the ranks "
+        "of one replica group, and other replica groups would reduce other gradients: shard it without optional=True"
+    )
 
 
 def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) -> None:

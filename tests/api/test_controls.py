@@ -363,9 +363,10 @@ VALUES = {
     "set_keep_unsharded_storage": True,
     "set_is_last_backward": True,
 }
-OF_ONE_MODULE = {
+WITHOUT_RECURSE = {
     "set_modules_to_forward_prefetch": [],
     "set_modules_to_backward_prefetch": [],
+    "set_replicas": None,
 }
 CONTEXTS = ("no_sync", "keep_unsharded", "functional_mode")
 CALLS = ("reduce_gradients", "unshard", "reshard", "sync_optional_groups")
@@ -384,11 +385,11 @@ def call(name: str, module: Any) -> None:
     elif name in CALLS:
         control(module)
     else:
-        control(module, {**VALUES, **OF_ONE_MODULE}[name])
+        control(module, {**VALUES, **WITHOUT_RECURSE}[name])
 
 
 @pytest.mark.parametrize("target", UNSHARDED)
-@pytest.mark.parametrize("name", [*VALUES, *OF_ONE_MODULE, *CONTEXTS, *CALLS])
+@pytest.mark.parametrize("name", [*VALUES, *WITHOUT_RECURSE, *CONTEXTS, *CALLS])
 def test_a_control_of_what_is_not_sharded_raises(name, target):
     with fake_process_group(world_size=2):
         module = UNSHARDED[target]()
@@ -402,5 +403,5 @@ def test_a_control_of_what_is_not_sharded_raises(name, target):
 
 
 def test_the_list_of_controls_above_is_complete():
-    known = {*VALUES, *OF_ONE_MODULE}
+    known = {*VALUES, *WITHOUT_RECURSE}
     assert {name for name in fsdp_compose.__all__ if name.startswith("set_")} == known

@@ -17,6 +17,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecisionPolicy, Plan, fully_shard, plan
+from fsdp_compose import MisuseError, MixedPrecisionPolicy, Plan, fully_shard, plan, set_replicas
 from fsdp_compose.__main__ import main
 from tests.harness import ROOT, fake_process_group
 
@@ -526,3 +527,20 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(file: Path, mon
     status, out, err = command("--model", f"{file}:net", "--plot", "plan.png", "--quiet")
     assert (status, out) == (2, "")
     assert "--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[see]'" in err
+
+
+def test_a_plan_refuses_replica_groups_whose_number_it_cannot_know():
+    class Groups:
+        def average(self, tensor: torch.Tensor) -> Any:
+            raise AssertionError
+
+        def maximum(self, tensor: torch.Tensor) -> bool:
+            raise AssertionError
+
+    def factory() -> nn.Module:
+        model = fully_shard(Net())
+        set_replicas(model, Groups())
+        return model
+
+    with pytest.raises(MisuseError, match="replica groups.*plan one group's job"):
+        plan(factory, 2, batch=2, seq=16)

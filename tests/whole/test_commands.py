@@ -144,7 +144,8 @@ def parser_of(script: Path, arguments: Sequence[str] = ()) -> argparse.ArgumentP
 
 def test_every_option_and_choice_of_the_examples_runs():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    assert scripts - PROGRAMS.keys() == {"plan_models.py"}, "a module for the command `plan`"
+    # a module for the command `plan`, and a program that needs torchft: tests_integration/test_elastic.py runs it
+    assert scripts - PROGRAMS.keys() == {"plan_models.py", "elastic.py"}
     for example, programs in PROGRAMS.items():
         if example in OF_HF_LLAMA:
             programs = [*programs, *PROGRAMS["hf_llama.py"]]
@@ -202,6 +203,8 @@ REASONS = {  # commands that do not run here
     r"python -m fsdp_compose plan --model module:factory .*": "a placeholder",
     r"python -m fsdp_compose hang LOGS...": "needs logs of a run that hangs: test_hang.py",
     r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun .*--max-restarts 3 .*": "test_train_gpt.py, with a crash",
+    r"torchft_lighthouse .*": "needs torchft: tests_integration/test_elastic.py starts one",
+    r"TORCHFT_LIGHTHOUSE=\S+ .*examples/elastic.py --group \d": "needs torchft: tests_integration/test_elastic.py",
     r"OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 step.py": "test_documentation.py runs that program",
     r"python -c .import fsdp_compose; .*": "any test imports it",
 }

@@ -1,0 +1,119 @@
+"""Replica groups that live in other jobs, and may come and go: the user's ``Replicas`` as a transport.
+
+Each replica group is a job with a default process group of its own, whose ranks live and die together. So this package
+knows one group's ranks only, and asks an object that the user has set for the average over all groups: a fault-tolerant
+manager, or a process group between jobs. That takes the place of a mesh's ``replica_transport``, and gradients are
+averaged in the same two stages as with hybrid sharding: a reduce-scatter in the group, then the average over groups.
+
+At the end of a backward the groups also agree on what they have done, by maxima of a few bytes. A group that
+contributes zeros (one that is still fetching its parameters) has no say in it and follows the others::
+
+    | digest of the reductions | its complement | digest of ``used`` | its complement | late |
+    | used | late |                                              only if the first maximum says that groups differ
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .transport import Label, Transport, Work
+
+
+class Replicas(Protocol):
+    """What ``set_replicas`` takes: groups of ranks that train the same model, each of which may be lost as a whole.
+
+    Both methods are called by every rank of every group, in the same order, in each backward that reduces gradients.
+    Each rank stands for its group: it communicates with the ranks of the same number in the other groups. When a group
+    is lost, both must still return in bounded time, on every rank: some may have noticed and call no more, others not.
+    """
+
+    def average(self, tensor: torch.Tensor) -> Work:
+        """Begin to replace ``tensor`` by its average over the groups that take part in this step, and return an object
+        whose ``wait()`` makes the result visible on the current stream.
+
+        If a group is lost, ``wait()`` must return all the same, with any values in ``tensor``: ``maximum`` tells. A
+        ``RuntimeError`` in ``wait()`` ends this group: its other ranks raise ``RankLostError``.
+
+        Args:
+            tensor: this rank's part of a gradient, averaged over its group: 1-D, contiguous, in the reduce dtype, on
+                the device that computes.
+        """
+
+    def maximum(self, tensor: torch.Tensor) -> bool:
+        """Replace ``tensor`` by its elementwise maximum over the groups that take part in this step, and wait for it.
+
+        A group that takes part in communication only (because it does not have the parameters yet) contributes zeros.
+
+        Args:
+            tensor: of dtype uint8, on the device that computes.
+
+        Returns:
+            Whether it worked, and every average of this backward too. ``False``: a group was lost. The gradients are
+            then worthless, and the caller must not step with them.
+        """
+
+
+class ReplicaTransport(Transport):
+    """Averages over the replica groups; nothing else."""
+
+    name = "replica groups"
+
+    def __init__(self, replicas: Replicas, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._replicas = replicas
+
+    @property
+    def replicas(self) -> Replicas:
+        return self._replicas
+
+    @property
+    def num_ranks(self) -> int:
+        return 0  # it changes
+
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        return self._replicas.average(tensor)  # how many take part is theirs to know
+
+
+def agree_between(replicas: Replicas, reductions: str, told: memoryview, is_late: bool, device: torch.device) -> bool:
+    """Agree with the other groups at the end of a backward.
+
+    Args:
+        reductions: what this group has reduced, as text.
+        told: bytes that become their maximum over the groups, unless one of these was lost.
+        is_late: some of these bytes ask all groups to do something.
+
+    Returns:
+        ``False`` if another group has reduced something else.
+    """
+    head = bytes([*_with_complement(reductions.encode()), *_with_complement(bytes(told)), is_late])
+    maxima = torch.tensor([*head], dtype=torch.uint8, device=device)
+    if not replicas.maximum(maxima):
+        return True
+    head = bytes(maxima.tolist())
+    if not any(head):
+        return True  # no group has a say
+    if not _is_same(head[:_LENGTH]):
+        return False
+    if head[-1] or not _is_same(head[_LENGTH:-1]):
+        maxima = torch.tensor([*told], dtype=torch.uint8, device=device)
+        if replicas.maximum(maxima):
+            told[:] = bytes(maxima.tolist())
+    return True
+
+
+_DIGEST = 8
+_LENGTH = 2 * _DIGEST
+
+
+def _with_complement(content: bytes) -> bytes:
+    digest = hashlib.blake2b(content, digest_size=_DIGEST).digest()
+    return digest + bytes([255 - byte for byte in digest])
+
+
+def _is_same(maxima: bytes) -> bool:
+    """Whether all that have contributed a digest have contributed the same one."""
+    return all([a + b == 255 for a, b in zip(maxima[:_DIGEST], maxima[_DIGEST:], strict=True)])
