@@ -3,7 +3,8 @@
 All save the sharded state dicts of one GPT and an AdamW that has stepped. In turn, in every round: the call, and then
 waiting until the checkpoint is durable (torch's writer synchronizes its files too). CPU time of the call is that of the
 calling thread; until durable, that of the trainer and of the process that writes. The slowest rank counts; medians over
-rounds. The first call of each is left out: it starts processes and touches memory. "Staged" is what the copy takes.
+rounds. The first call of each is left out: it starts processes and touches memory. "Staged" is what the copy takes, and
+the last column is the CPU time of a plain copy of as many bytes from tensor to tensor in the same rounds.
 
     python benchmarks/async_save.py                                   # 200 M parameters, 2 processes
     python benchmarks/async_save.py --quick
@@ -50,6 +51,7 @@ class Row:
     durable_ratio: float = column("to save", ".3f")
     durable_wall: float = column("until durable, wall ms", ".1f")
     staged: float | None = column("staged, to this rank's part", ".3f")
+    copy_cpu: float | None = column("plain copy, CPU ms", ".1f")
 
 
 class Clocks:
@@ -82,18 +84,28 @@ def _worker(is_quick: bool, rounds: int, folder: Path) -> None:
     group = dist.new_group(backend="gloo")
     saver = Saver(state())
     clocks = Clocks(saver.pid)
-    systems: dict[str, Callable[[Path], Any]] = {
-        SAVE: lambda path: save(state(), path),
-        ASYNC: lambda path: saver.save(state(), path),
-        THREAD: lambda path: dcp.async_save(state(), checkpoint_id=str(path), process_group=group),
+    systems: dict[str, Callable[[dict[str, Any], Path], Any]] = {
+        SAVE: save,
+        ASYNC: saver.save,
+        THREAD: lambda state, path: dcp.async_save(state, checkpoint_id=str(path), process_group=group),
     }
     took: dict[str, list[list[float]]] = {name: [] for name in systems}
+    copies: list[list[float]] = []
+    sources = [param.to_local().detach() for param in model.parameters() for _ in range(3)]  # type: ignore[attr-defined]
+    targets = [torch.zeros_like(source) for source in sources]
     for i in range(-1, rounds):
+        dist.barrier()
+        start = clocks.read()
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        copied = _slowest([clocks.read()[0] - start[0]])
+        if i >= 0:
+            copies.append(copied)
         for name, begin in systems.items():
-            path = folder / "checkpoint"
+            path, given = folder / "checkpoint", state()
             dist.barrier()
             start = clocks.read()
-            saving = begin(path)
+            saving = begin(given, path)
             called = clocks.read()
             if saving is not None:
                 saving.result()
@@ -105,10 +117,11 @@ def _worker(is_quick: bool, rounds: int, folder: Path) -> None:
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
-    part = sum(param.to_local().nbytes for param in model.parameters()) * 3  # type: ignore[attr-defined]
+    part = sum(source.nbytes for source in sources)
     if dist.get_rank() == 0:
         medians = {name: [1e3 * median(column) for column in zip(*runs, strict=True)] for name, runs in took.items()}
-        rows = [_row(name, medians, saver.staged_bytes / part) for name in systems]
+        copy_cpu = 1e3 * median(copied for (copied,) in copies)
+        rows = [_row(name, medians, saver.staged_bytes / part, copy_cpu) for name in systems]
         (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
         (folder / "bytes.json").write_text(json.dumps(parameter_bytes(base)))
     saver.close()
@@ -120,7 +133,7 @@ def _slowest(values: list[float]) -> list[float]:
     return tensor.tolist()
 
 
-def _row(name: str, medians: dict[str, list[float]], staged: float) -> Row:
+def _row(name: str, medians: dict[str, list[float]], staged: float, copy_cpu: float) -> Row:
     call_cpu, call_wall, durable_cpu, durable_wall = medians[name]
     return Row(
         system=name,
@@ -132,6 +145,7 @@ def _row(name: str, medians: dict[str, list[float]], staged: float) -> Row:
         durable_ratio=durable_cpu / medians[SAVE][2],
         durable_wall=durable_wall,
         staged=staged if name == ASYNC else None,
+        copy_cpu=copy_cpu if name == ASYNC else None,
     )
 
 
