@@ -157,7 +157,7 @@ class Saver:
         self, group: dist.ProcessGroup | None, state_dict: Mapping[str, Any], folder: Path, wait: bool
     ) -> SaveFuture:
         with torch.no_grad(), torch.inference_mode(False):
-            begun = begin_save(group, CALL, state_dict, folder, before=partial(self._underway.finish, wait))
+            begun = begin_save(group, CALL, state_dict, folder, before=partial(self._finish_last, wait))
             with abandoning(group, begun):
                 planner = _Planner(share=begun.share)
                 planner.set_up_planner(begun.state, is_coordinator=is_first(group))
@@ -167,6 +167,12 @@ class Saver:
                     self._kept = _Kept(signature, *_plan_together(group, planner, begun))
                 submission = attempt_together(group, CALL, self._copy, planner, begun, group)
         return submission()
+
+    def _finish_last(self, wait: bool) -> None:
+        try:
+            self._underway.finish(wait)
+        except RuntimeError as error:  # which gets the name of the call again
+            raise type(error)(str(error).removeprefix(f"{CALL}: ")) from error
 
     def _copy(self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None) -> Callable[[], SaveFuture]:
         """Copy this rank's part of the state. Return what sends it to the writer."""
@@ -519,9 +525,13 @@ class _Process:
         return answer[0], False
 
     def end(self) -> None:
-        """Let it end. It has nothing to do."""
+        """Let it end. At most it has to delete what a save has left."""
         self.channel.close()
-        self._process.wait()
+        try:
+            self._process.wait(_MARGIN)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._process.kill()
+            self._process.wait()
 
 
 class _Underway:

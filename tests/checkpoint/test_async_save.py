@@ -51,8 +51,10 @@ class ForkedWriter:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self) -> None:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("writer", timeout or 0)
 
 
 def _write(channel: socket.socket) -> None:
@@ -426,7 +428,7 @@ def test_the_next_call_raises_what_nobody_has_heard_and_saves_nothing():
         if is_asked:
             assert isinstance(saving.exception(), RankLostError)
         else:
-            with pytest.raises(RankLostError, match="the process that saves for rank 1 has died"):
+            with pytest.raises(RankLostError, match=r"^async_save\(\): the process that saves for rank 1 has died"):
                 saver.save({"x": 1}, folder / "next")
             assert not (folder / "next").exists()
         saver.save({"x": 1}, folder / f"next{is_asked}").result()
@@ -545,6 +547,16 @@ def test_the_end_of_a_trainer(how, tmp_path):
     load(into, tmp_path / "one")
     assert torch.equal(into["x"], torch.arange(1000.0))
     assert "RankLostError" not in ended.stderr
+
+
+@distributed(world_size=2)
+def test_closing_ends_a_writer_that_is_stopped(monkeypatch):
+    monkeypatch.setattr(background, "_MARGIN", 0.5)
+    saver = Saver()
+    process = saver._underway.running()
+    os.kill(process.pid, signal.SIGSTOP)
+    saver.close()
+    assert not process.is_alive
 
 
 @distributed(world_size=2)
