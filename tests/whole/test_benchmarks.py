@@ -254,6 +254,15 @@ def test_control_exchange_happens_once_in_every_backward(tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_a_save_in_the_background_is_timed_beside_others_and_copies_once(tmp_path):
+    (report,) = run("async_save.py", tmp_path).values()
+    rows = {row["system"]: row for row in report["rows"]}
+    assert rows.keys() == {"save", "async_save", "dcp.async_save"}
+    assert all(row["call_cpu"] > 0 and row["durable_cpu"] > 0 for row in rows.values())
+    assert rows["async_save"]["staged"] == pytest.approx(1, abs=0.01) and rows["save"]["staged"] is None
+
+
+@pytest.mark.timeout(300)
 def test_one_rank_of_very_many_is_measured_and_its_messages_grow_with_the_logarithm(tmp_path):
     """Times, and resident memory, of which a quick run takes less than the system counts, are the benchmark's affair;
     that memory does not grow is tested by ``test_many_ranks``."""
