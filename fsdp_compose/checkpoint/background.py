@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -156,7 +156,7 @@ class Saver:
     def _save(
         self, group: dist.ProcessGroup | None, state_dict: Mapping[str, Any], folder: Path, wait: bool
     ) -> SaveFuture:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), torch.inference_mode(False), contextlib.ExitStack() as lock:
             begun = begin_save(group, CALL, state_dict, folder, before=partial(self._finish_last, wait))
             with abandoning(group, begun):
                 planner = _Planner(share=begun.share)
@@ -165,8 +165,8 @@ class Saver:
                 is_kept = signature is not None and signature == self._kept.signature
                 if not ask_all(group, f"{CALL}: kept plan", is_kept, all):
                     self._kept = _Kept(signature, *_plan_together(group, planner, begun))
-                submission = attempt_together(group, CALL, self._copy, planner, begun, group)
-        return submission()
+                copied = attempt_together(group, CALL, self._copy, planner, begun, group, lock)
+            return self._submit(group, begun, copied)
 
     def _finish_last(self, wait: bool) -> None:
         try:
@@ -174,47 +174,50 @@ class Saver:
         except RuntimeError as error:  # which gets the name of the call again
             raise type(error)(str(error).removeprefix(f"{CALL}: ")) from error
 
-    def _copy(self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None) -> Callable[[], SaveFuture]:
-        """Copy this rank's part of the state. Return what sends it to the writer."""
-        kept, writer = self._kept, self._underway.running()
+    def _copy(
+        self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None, lock: contextlib.ExitStack
+    ) -> _Copied:
+        """Copy this rank's part of the state, and hold the lock that the writer will hold."""
+        kept = self._kept
         assert kept.plan is not None
         data = [planner.resolve_data(item) for item in kept.plan.items]
         places, nbytes, on_cuda = _placed(data)
-        is_new = self._staging.reserve(nbytes, on_cuda)
+        self._staging.reserve(nbytes, on_cuda)
         values = self._staging.copy(data, places)
-        layout = None
-        if writer.knows is not kept or places != kept.places:
-            kept.places, writer.knows = places, kept
-            layout = Layout(kept.plan, places, kept.metadata)
-        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        if kept.layout is None or kept.layout.places != places:
+            kept.layout = Layout(kept.plan, places, kept.metadata)
+        held = hold_lock(begun.path / RANKS / f"{_rank_and_size(group)[0]}.lock")
+        lock.callback(os.close, held)  # when the writer has it, or there is no save
+        return _Copied(kept.layout, values, held)
+
+    def _submit(self, group: dist.ProcessGroup | None, begun: Begun, copied: _Copied) -> SaveFuture:
+        """Send this rank's part to the writer: all ranks have copied theirs."""
+        rank, size = _rank_and_size(group)
+        writer = self._underway.running()
+        future = self._underway.future = SaveFuture()
+        future.set_running_or_notify_cancel()
         request = Request(
             folder=begun.folder,
             token=begun.token,
             rank=rank,
             size=size,
-            layout=layout,
-            values=values,
+            layout=None if writer.layout is copied.layout else copied.layout,
+            values=copied.values,
             numbers=begun.numbers,
             nbytes=self._staging.nbytes,
             timeout=self._timeout,
         )
-        lock = hold_lock(begun.path / RANKS / f"{rank}.lock")
-        memory = [self._staging.descriptor] if self._staging.nbytes and (is_new or not writer.has_memory) else []
-        writer.has_memory = True
-        return partial(self._submit, writer, request, lock, memory)
-
-    def _submit(self, writer: _Process, request: Request, lock: int, memory: list[int]) -> SaveFuture:
-        future = self._underway.future = SaveFuture()
-        future.set_running_or_notify_cancel()
+        descriptors = [copied.lock]
+        if self._staging.number != writer.memory:
+            descriptors.append(self._staging.descriptor)
         try:
-            meeting = Meeting(request.folder, request.token, request.rank, request.size, request.timeout)
-            with contextlib.suppress(ConnectionError):  # it has died, which the wait below finds
-                send(writer.channel, request, [lock, *memory])
+            meeting = Meeting(begun.folder, begun.token, rank, size, self._timeout)
         except MisuseRuntimeError as error:  # another job has replaced this save already
             future.set_exception(error_of(outcome_of(error)))
             return future
-        finally:
-            os.close(lock)  # only the writer holds it now
+        with contextlib.suppress(ConnectionError):  # it has died, which the wait below finds
+            send(writer.channel, request, descriptors)
+        writer.layout, writer.memory = copied.layout, self._staging.number
         # The thread holds this object too: its memory is being read.
         threading.Thread(target=self._wait, args=(writer, meeting, future), daemon=True).start()
         return future
@@ -284,20 +287,34 @@ class _Planner(SavePlanner):
         return DefaultSavePlanner.transform_object(self, write_item, object)
 
 
-@dataclass(eq=False)
+@dataclass
 class _Kept:
     """A plan, as long as names, shapes and placements are the same.
 
     Attributes:
         signature: what the plan depends on.
         metadata: on the first rank.
-        places: of the last copy.
+        layout: of the last copy.
     """
 
     signature: list[Any] | None = None
     plan: SavePlan | None = None
     metadata: Metadata | None = None
-    places: list[Place | None] | None = None
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A rank's part of a state, copied: where its items are, those that are serialized, and the descriptor of the
+    lock."""
+
+    layout: Layout
+    values: dict[int, bytes]
+    lock: int
+
+
+def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def _signature(planner: SavePlanner) -> list[Any] | None:
@@ -378,16 +395,17 @@ class _Staging:
 
     def __init__(self, folder: str | Path | None) -> None:
         self.folder, self.nbytes, self.descriptor = folder, 0, -1
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.number = 0  # of the memory, which is another one when there was to be more
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
 
     def __del__(self) -> None:
         self._release()
 
-    def reserve(self, nbytes: int, pinned: bool) -> bool:
-        """Have room for so many bytes. Return whether the memory is another one now."""
+    def reserve(self, nbytes: int, pinned: bool) -> None:
+        """Have room for so many bytes."""
         if nbytes <= self.nbytes and pinned <= self._is_pinned:
-            return False
+            return
         self._release()  # before there is another: one copy of the state, not two
         descriptor = self._open()
         try:
@@ -395,18 +413,17 @@ class _Staging:
             os.ftruncate(descriptor, nbytes)
             if nbytes and hasattr(os, "posix_fallocate"):  # else no room would be a crash while copying
                 os.posix_fallocate(descriptor, 0, nbytes)
-            self._memory = map_memory(descriptor, nbytes)
+            self.memory = map_memory(descriptor, nbytes)
         except OSError as error:
             os.close(descriptor)
             raise self._no_room(nbytes, str(error)) from error
         except MisuseRuntimeError:
             os.close(descriptor)
             raise
-        self.descriptor, self.nbytes = descriptor, nbytes
+        self.descriptor, self.nbytes, self.number = descriptor, nbytes, self.number + 1
         if pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0))
             self._is_pinned = True
-        return True
 
     def copy(self, data: list[Any], places: list[Place | None]) -> dict[int, bytes]:
         """Copy tensors to their places. Return the other values, serialized, by number."""
@@ -414,7 +431,7 @@ class _Staging:
         devices = set[torch.device]()
         for i, (item, place) in enumerate(zip(data, places, strict=True)):
             if place is not None:
-                view_of(self._memory, place).copy_(item, non_blocking=self._is_pinned)
+                view_of(self.memory, place).copy_(item, non_blocking=self._is_pinned)
                 devices.add(item.device)
             elif isinstance(item, torch.Tensor):
                 stream = io.BytesIO()
@@ -446,9 +463,9 @@ class _Staging:
 
     def _release(self) -> None:
         if self._is_pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
             self._is_pinned = False
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8)
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor, self.nbytes = -1, 0
@@ -489,16 +506,16 @@ class _Process:
     """A writer, as the trainer sees it.
 
     Attributes:
-        knows: the plan that it has; a later request need not send it.
-        has_memory: whether it has mapped the staging memory.
+        layout: that it was sent last; a later request need not send it again.
+        memory: the number of the memory that it was sent last.
     """
 
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair()
         with theirs:
             self._process = start_writer(theirs)
-        self.knows: _Kept | None = None
-        self.has_memory = False
+        self.layout: Layout | None = None
+        self.memory = 0
 
     @property
     def pid(self) -> int:

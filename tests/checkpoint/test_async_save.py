@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -240,10 +241,10 @@ def test_the_copy_is_as_large_as_this_ranks_part_and_made_once():
     fully_shard(model)
     state = {"model": model.state_dict()}
     with Saver(state) as saver:
-        memory = saver._staging._memory.data_ptr()
+        memory = saver._staging.memory.data_ptr()
         for name in ("one", "two"):
             saver.save(state, folder / name).result()
-        assert saver._staging._memory.data_ptr() == memory
+        assert saver._staging.memory.data_ptr() == memory
         assert saver.staged_bytes == 512 * 512 * 4 // 2
 
 
@@ -456,6 +457,32 @@ def test_a_problem_of_one_rank_is_raised_by_the_call_on_every_rank(monkeypatch):
             saver.save({"x": 1}, "s3://bucket/x")
         saver.save({"x": 1}, folder / "other").result()
     assert sorted(path.name for path in folder.iterdir()) == ["other", "there"]
+
+
+@distributed(world_size=2)
+def test_a_writer_knows_what_it_was_sent_not_what_was_planned():
+    """A save that another rank ends before it is sent has planned, and taken memory, all the same."""
+    folder = shared_folder()
+    with Saver() as saver:
+        saver.save({"x": torch.ones(3)}, folder / "small").result()
+        descriptors: list[int] = []
+        for size in (5000, 7000, 7000):
+            state: dict[str, Any] = {"own": {dist.get_rank(): torch.arange(size)}, "y": torch.full((7,), size)}
+            with pytest.raises(RuntimeError, match="pickle"):
+                bad = {"z": (lambda: 0) if dist.get_rank() else 0}
+                saver.save(state | {"bad": {dist.get_rank(): bad}}, folder / f"{size}")
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+            saver.save(state | {"bad": {dist.get_rank(): 0}}, folder / f"{size}").result()
+            into: dict[str, Any] = {"own": {dist.get_rank(): torch.zeros(size, dtype=torch.int64)}, "y": torch.zeros(7)}
+            load(into, folder / f"{size}")
+            assert torch.equal(into["own"][dist.get_rank()], torch.arange(size)) and into["y"].unique().tolist() == [
+                size
+            ]
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder / f"{size}")
+            dist.barrier()
+        assert len({*descriptors}) == 1
 
 
 @distributed(world_size=2)
