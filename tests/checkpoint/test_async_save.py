@@ -208,13 +208,13 @@ def test_values_of_all_kinds_are_those_at_the_call():
 
 
 @distributed(world_size=2)
-def test_a_plan_is_kept_while_names_shapes_and_placements_are_the_same(monkeypatch):
+def test_a_plan_is_kept_while_names_shapes_and_placements_are_the_same():
     folder = shared_folder()
-    compared = []
+    compared: list[int] = []
     real = background._plan_together
-    monkeypatch.setattr(background, "_plan_together", lambda *given: compared.append(1) or real(*given))
     model, optimizer = trained()
-    with Saver() as saver:
+    with pytest.MonkeyPatch.context() as patched, Saver() as saver:
+        patched.setattr(background, "_plan_together", lambda *given: compared.append(1) or real(*given))
         for step in range(3):
             train(model, optimizer, 1)
             expected = snapshot(model, optimizer)
@@ -438,7 +438,7 @@ def test_the_next_call_raises_what_nobody_has_heard_and_saves_nothing():
 
 
 @distributed(world_size=2)
-def test_a_problem_of_one_rank_is_raised_by_the_call_on_every_rank(monkeypatch):
+def test_a_problem_of_one_rank_is_raised_by_the_call_on_every_rank():
     folder = shared_folder()
     (folder / "there").mkdir(exist_ok=True)
     with Saver() as saver:
@@ -449,10 +449,11 @@ def test_a_problem_of_one_rank_is_raised_by_the_call_on_every_rank(monkeypatch):
         bad = {"x": 1, "own": {dist.get_rank(): (lambda: 0) if dist.get_rank() else 0}}
         with pytest.raises(RuntimeError, match=r"async_save\(\): on rank 1: .*pickle"):
             saver.save(bad, folder / "other")
-        if dist.get_rank():
-            monkeypatch.setattr(background, "_available_memory", lambda: 1000)
-        with pytest.raises(MisuseRuntimeError, match=r"on rank 1: there is no room .*staging"):
-            saver.save({"own": {dist.get_rank(): torch.ones(1000)}}, folder / "other")
+        with pytest.MonkeyPatch.context() as patched:
+            if dist.get_rank():
+                patched.setattr(background, "_available_memory", lambda: 1000)
+            with pytest.raises(MisuseRuntimeError, match=r"on rank 1: there is no room .*staging"):
+                saver.save({"own": {dist.get_rank(): torch.ones(1000)}}, folder / "other")
         with pytest.raises(ValueError, match="not a folder of a file system"):
             saver.save({"x": 1}, "s3://bucket/x")
         saver.save({"x": 1}, folder / "other").result()
@@ -577,12 +578,13 @@ def test_the_end_of_a_trainer(how, tmp_path):
 
 
 @distributed(world_size=2)
-def test_closing_ends_a_writer_that_is_stopped(monkeypatch):
-    monkeypatch.setattr(background, "_MARGIN", 0.5)
+def test_closing_ends_a_writer_that_is_stopped():
     saver = Saver()
     process = saver._underway.running()
     os.kill(process.pid, signal.SIGSTOP)
-    saver.close()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(background, "_MARGIN", 0.5)
+        saver.close()
     assert not process.is_alive
 
 
