@@ -472,7 +472,7 @@ def test_a_writer_knows_what_it_was_sent_not_what_was_planned():
             with pytest.raises(RuntimeError, match="pickle"):
                 bad = {"z": (lambda: 0) if dist.get_rank() else 0}
                 saver.save(state | {"bad": {dist.get_rank(): bad}}, folder / f"{size}")
-            descriptors.append(len(os.listdir("/proc/self/fd")))
+            descriptors.append(num_descriptors())
             saver.save(state | {"bad": {dist.get_rank(): 0}}, folder / f"{size}").result()
             into: dict[str, Any] = {"own": {dist.get_rank(): torch.zeros(size, dtype=torch.int64)}, "y": torch.zeros(7)}
             load(into, folder / f"{size}")
@@ -483,7 +483,14 @@ def test_a_writer_knows_what_it_was_sent_not_what_was_planned():
             if dist.get_rank() == 0:
                 shutil.rmtree(folder / f"{size}")
             dist.barrier()
-        assert len({*descriptors}) == 1
+        ends = time.monotonic() + 20  # a thread closes the last one
+        while num_descriptors() > descriptors[0] and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert num_descriptors() <= descriptors[0]
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 @distributed(world_size=2)
