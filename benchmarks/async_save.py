@@ -35,7 +35,7 @@ from systems import OURS, wrap
 
 from fsdp_compose.checkpoint import Saver, get_state_dict, save
 
-SAVE, ASYNC, THREAD = "save", "async_save", "dcp.async_save"
+SAVE, ASYNC, THREAD = f"{OURS}, save", f"{OURS}, async_save", "dcp.async_save"
 WIDTHS = {True: (128, 2), False: (1024, 16)}
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
