@@ -206,13 +206,7 @@ def _problems(what: object, results: list[Any]) -> list[str]:
 def kill_trainers_and_writers(system: System, settings: Settings) -> Verdict:
     killing = _Killing(system, settings)
     before = killing.folder / "before"
-    num_kills = 0
-    for rank, names in enumerate(killing.events(before)):
-        for event in settings.some(range(1, len(names) + 1)):
-            killing.kill(before, Kill(rank, event, takes_all=True))
-            num_kills += 1
-    found = ", ".join(f"{count // 2} loaded {which}" for which, count in sorted(killing.found.items()))
-    text, problems = f"{num_kills} kills of trainers: {found or 'nothing loaded'}", killing.problems
+    text, problems = f"trainers: {killing.kill_all_at_every_event(before)}", killing.problems
     if system.is_ours:
         counts = [settings.folder / f"events-{rank}" for rank in range(2)]
         values(run(_each(lose_a_writer, counts), system, settings.folder / "undisturbed", None))
@@ -221,7 +215,7 @@ def kill_trainers_and_writers(system: System, settings: Settings) -> Verdict:
         for kill in kills:
             with killing.copy_of(before) as folder:
                 problems += _problems(kill, run(_each(lose_a_writer, counts), system, folder, kill))
-        text += f"; {len(kills)} of writers: each one error on every rank, or none"
+        text += f"; writers: {len(kills)} kills, each one error on every rank, or none"
     return verdict(text, problems)
 
 

@@ -120,6 +120,16 @@ class Killing:
             results = run(self.again, self.system, folder)
             self.judge(kill, results)
 
+    def kill_all_at_every_event(self, before: Path) -> str:
+        """Kill the whole job at every event of each rank. Return what was loaded afterwards, in words."""
+        num_kills = 0
+        for rank, names in enumerate(self.events(before)):
+            for event in self.settings.some(range(1, len(names) + 1)):
+                self.kill(before, Kill(rank, event, takes_all=True))
+                num_kills += 1
+        found = ", ".join(f"{count // 2} loaded {which}" for which, count in sorted(self.found.items()))
+        return f"{num_kills} kills: {found or 'nothing loaded'}"
+
     def die(self, folder: Path, kill: Kill) -> None:
         results = run(self.program, self.system, folder, kill, self.onto, timeout=SURVIVOR)
         for rank, result in enumerate(results):
@@ -189,13 +199,7 @@ def over_an_existing_one(system: System, settings: Settings) -> Verdict:
             killing.judge(Kill(0, 0, True), run(resume, system, folder))
             problems = killing.problems + ([] if refused else [f"no named error: {results_as_text(results)}"])
             return verdict("refused by name, the old one loads", problems)
-    num_kills = 0
-    for rank, names in enumerate(killing.events(before)):
-        for event in settings.some(range(1, len(names) + 1)):
-            killing.kill(before, Kill(rank, event, takes_all=True))
-            num_kills += 1
-    found = ", ".join(f"{count // 2} loaded {which}" for which, count in sorted(killing.found.items()))
-    return verdict(f"{num_kills} kills: {found or 'nothing loaded'}", killing.problems)
+    return verdict(killing.kill_all_at_every_event(before), killing.problems)
 
 
 FAULTS = [
