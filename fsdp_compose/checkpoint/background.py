@@ -33,13 +33,12 @@ from torch.distributed.tensor import DTensor
 from ..comm import kept_for
 from ..errors import MisuseRuntimeError
 from .agreement import ask_all, attempt_together, has_peers, is_first
-from .folders import local_folder
+from .folders import local_folder, meeting_of
 from .gathering import says_what_it_holds
 from .planner import SavePlanner, with_string_keys
 from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state
 from .writer import (
     CALL,
-    RANKS,
     Layout,
     Meeting,
     Outcome,
@@ -186,7 +185,7 @@ class Saver:
         values = self._staging.copy(data, places)
         if kept.layout is None or kept.layout.places != places:
             kept.layout = Layout(kept.plan, places, kept.metadata)
-        held = hold_lock(begun.path / RANKS / f"{_rank_and_size(group)[0]}.lock")
+        held = hold_lock(meeting_of(begun.folder, begun.token) / f"{_rank_and_size(group)[0]}.lock")
         lock.callback(os.close, held)  # when the writer has it, or there is no save
         return _Copied(kept.layout, values, held)
 

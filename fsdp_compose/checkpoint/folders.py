@@ -10,6 +10,7 @@ to::
     step-200.partial/               a save that is under way, or was interrupted; the next save starts over
         save-3f2a.../
             __0_0.distcp
+        meet-3f2a.../               where the processes of an ``async_save`` meet (``writer``)
 
 The inner folder is named by its owner's token. The decisive step is renaming it to ``step-200``. A job that dies before
 that leaves only files that the next save deletes; a job that dies afterwards leaves a checkpoint. If two jobs save to
@@ -338,7 +339,7 @@ def _least_sizes(metadata: Metadata) -> dict[str, int]:
 
 _BLOCK = 16 * 2**20
 _UNFINISHED = ".unfinished"  # in the partial folders of earlier versions, which held the files themselves
-_TOKEN = re.compile(r"(save|dead)-[0-9a-f]{32}")
+_TOKEN = re.compile(r"(save|meet|dead)-[0-9a-f]{32}")
 
 
 def local_folder(folder: str | Path) -> Path:
@@ -359,6 +360,11 @@ def partial_of(folder: Path) -> Path:
 def new_token() -> str:
     """Return a name that no other save has."""
     return f"save-{uuid.uuid4().hex}"
+
+
+def meeting_of(folder: Path, token: str) -> Path:
+    """Return the folder where the processes of an asynchronous save meet. It outlives the renaming."""
+    return partial_of(folder) / token.replace("save-", "meet-")
 
 
 def begin_folder(folder: Path, token: str) -> None:
@@ -453,6 +459,12 @@ def lost_to_another(folder: Path, found: str) -> MisuseRuntimeError:
 def abandon_folder(folder: Path, token: str) -> None:
     """Delete the files of a failed save, which may have filled the disk."""
     shutil.rmtree(partial_of(folder) / token, ignore_errors=True)
+    end_meeting(folder, token)
+
+
+def end_meeting(folder: Path, token: str) -> None:
+    """Delete what the processes of an asynchronous save left each other."""
+    shutil.rmtree(meeting_of(folder, token), ignore_errors=True)
     with contextlib.suppress(OSError):
         partial_of(folder).rmdir()
 

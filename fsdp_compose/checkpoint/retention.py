@@ -42,7 +42,7 @@ def latest(
         if not is_first(group):
             return ""
         ends = time.monotonic() + wait_for_saves
-        while time.monotonic() < ends and any(map(is_being_written, folder.glob("*.partial/save-*"))):
+        while time.monotonic() < ends and any(map(is_being_written, folder.glob("*.partial/meet-*"))):
             time.sleep(_PAUSE)
         found = _complete(folder)
         return str(found[0]) if found else ""

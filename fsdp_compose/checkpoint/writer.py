@@ -3,17 +3,18 @@ writers of all ranks tell each other what became of it.
 
 A writer has no process group, and training's hear nothing of it. Ranks meet in the folder that is being written::
 
-    step-200.partial/save-3f2a.../
-        __0_0.distcp  __1_0.distcp
-        ranks/
+    step-200.partial/
+        save-3f2a.../
+            __0_0.distcp  __1_0.distcp
+        meet-3f2a.../
             0.lock  1.lock    held by the writers; the kernel lets go of the lock of one that dies
             0.told  1.told    what a rank wrote, or why it could not
             verdict           why the checkpoint was not completed, from the first rank
             1.heard           read by this rank
 
-The first rank's writer waits until each rank has told, or has died. Then it removes ``ranks`` and renames the folder
-into place, or it leaves a verdict, and deletes everything once all have heard. The others wait until the folder has its
-name or there is a verdict. So the outcome is what the folder says, not what became of a process: a writer that dies
+The first rank's writer waits until each rank has told, or has died. Then it renames the folder into place, or it leaves
+a verdict, and deletes everything once all have heard. The others wait until the folder has its name or there is a
+verdict. So the outcome is what the folder says, not what became of a process: a writer that dies
 after it has told leaves a complete checkpoint.
 
 File systems of several machines that know no locks have timeouts instead.
@@ -47,12 +48,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._torch import StorageInfo
 from ..errors import RankLostError, class_of, name_of
 from .agreement import problem_text
-from .folders import abandon_folder, entries, files_gone, lost_to_another, partial_of, sync
+from .folders import abandon_folder, end_meeting, entries, files_gone, lost_to_another, meeting_of, partial_of, sync
 from .planner import with_own_storage
 from .storage import FolderWriter, finish_save
 
 CALL = "async_save()"
-RANKS = "ranks"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 1.0  # seconds between looks; thousands of ranks may look at one file system
 _HEARING = 5.0  # seconds that a rank that waits for a verdict takes to read it, at most
@@ -154,7 +154,7 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]] | None:
 
 
 class Meeting:
-    """A save's ``ranks`` folder, as one rank sees it: the writer, or the trainer whose writer has died.
+    """The folder where the ranks of a save meet, as one rank sees it: the writer, or the trainer whose writer has died.
 
     Args:
         timeout: in seconds.
@@ -163,12 +163,13 @@ class Meeting:
     def __init__(self, folder: Path, token: str, rank: int, size: int, timeout: float) -> None:
         self.folder, self.token, self.rank, self.size = folder, token, rank, size
         self.path = partial_of(folder) / token
-        self._ranks, self._timeout = self.path / RANKS, timeout
+        self._meeting, self._timeout = meeting_of(folder, token), timeout
         self._ends = time.monotonic() + timeout
         try:
             self._identity = self.path.stat()
-            self._first_lock = (self._ranks / "0.lock").open("rb")  # it is removed before the folder is renamed
+            self._first_lock = (self._meeting / "0.lock").open("rb")
         except FileNotFoundError:
+            end_meeting(folder, token)
             raise lost_to_another(folder, files_gone(self.path)) from None
 
     def close(self) -> None:
@@ -183,11 +184,12 @@ class Meeting:
         try:
             outcome, told = self._hear_all()
             if outcome == COMPLETE:
-                self._remove_ranks()
                 finish(told)
         except Exception as error:
             outcome = outcome_of(error)
         if outcome == COMPLETE:
+            # Not before: whoever sees neither a lock nor the checkpoint (``latest``) takes the save for dead.
+            end_meeting(self.folder, self.token)
             answer(COMPLETE)
         else:
             self.refuse(outcome, answer)
@@ -196,7 +198,7 @@ class Meeting:
         """On the first rank: leave a verdict, and delete everything once the others have read it."""
         _delete_data(self.path, "")  # which may have filled the disk
         with contextlib.suppress(OSError):
-            self._ranks.mkdir(exist_ok=True)
+            self._meeting.mkdir(exist_ok=True)
             self._leave("verdict", json.dumps(outcome))
         is_heard = self._wait_for_readers(_HEARING)
         if not is_heard:  # by a rank that still writes
@@ -235,13 +237,14 @@ class Meeting:
         if self.rank:
             answer(self.await_verdict())
         elif self.is_complete():
+            end_meeting(self.folder, self.token)
             answer(COMPLETE)
         else:
             self.refuse(self._verdict() or (self._late(0) if is_late else self._died(0)), answer)
 
     def _verdict(self) -> Outcome | None:
         try:
-            kind, text = json.loads((self._ranks / "verdict").read_bytes())
+            kind, text = json.loads((self._meeting / "verdict").read_bytes())
         except (OSError, ValueError):
             return None
         return kind, text
@@ -267,7 +270,7 @@ class Meeting:
         for pause in _pauses():
             for rank in sorted({*range(self.size)} - told.keys() - dead):
                 has_ended = not self._is_alive(rank)  # looked at before what it leaves
-                path = self._ranks / f"{rank}.told"
+                path = self._meeting / f"{rank}.told"
                 if path.exists():
                     told[rank] = json.loads(path.read_bytes())
                 elif has_ended:
@@ -292,7 +295,7 @@ class Meeting:
         if rank == self.rank:
             return True
         try:
-            with (self._ranks / f"{rank}.lock").open("rb") as lock:
+            with (self._meeting / f"{rank}.lock").open("rb") as lock:
                 return _is_held(lock.fileno()) is not False
         except OSError:  # the folder is gone, which is noticed elsewhere
             return True
@@ -301,7 +304,7 @@ class Meeting:
         """Wait until all other ranks have read the verdict, or are dead."""
         begun = time.monotonic()
         for pause in _pauses():
-            silent = [rank for rank in range(1, self.size) if not (self._ranks / f"{rank}.heard").exists()]
+            silent = [rank for rank in range(1, self.size) if not (self._meeting / f"{rank}.heard").exists()]
             waited = time.monotonic() - begun
             # The trainer of a writer that has died takes a moment.
             if not silent or (waited >= _HEARING and not any(map(self._is_alive, silent))):
@@ -313,15 +316,10 @@ class Meeting:
 
     def _leave(self, name: str, text: str) -> None:
         """Write a file that others find whole or not at all."""
-        unfinished = self._ranks / f"{name}.{self.rank}.new"
+        unfinished = self._meeting / f"{name}.{self.rank}.new"
         unfinished.write_text(text)
         sync(unfinished)
-        unfinished.rename(self._ranks / name)
-
-    def _remove_ranks(self) -> None:
-        for path in self._ranks.iterdir():
-            path.unlink()
-        self._ranks.rmdir()
+        unfinished.rename(self._meeting / name)
 
 
 def _pauses() -> Iterator[float]:
@@ -353,10 +351,10 @@ def _is_held(descriptor: int) -> bool | None:
     return False
 
 
-def is_being_written(path: Path) -> bool:
-    """Whether a writer of the first rank, or a trainer that is about to ask one, is at work on an unfinished folder."""
+def is_being_written(meeting: Path) -> bool:
+    """Whether the first rank's writer, or its trainer that is about to ask it, is at work on a save."""
     try:
-        with (path / RANKS / "0.lock").open("rb") as lock:
+        with (meeting / "0.lock").open("rb") as lock:
             return _is_held(lock.fileno()) is True
     except OSError:
         return False

@@ -26,7 +26,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import CPUOffloadPolicy, flat_parameters, fully_shard
 from fsdp_compose.checkpoint import Saver, async_save, background, keep, latest, load, resume, save, writer
-from fsdp_compose.checkpoint.folders import partial_of, read_lists, understood
+from fsdp_compose.checkpoint.folders import (
+    begin_folder,
+    finish_folder,
+    meeting_of,
+    new_token,
+    partial_of,
+    read_lists,
+    understood,
+)
 from fsdp_compose.comm import known_for
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError, RankLostError, RanksDifferError
 from tests.checkpoint.states import adamw, assert_equal, build, set_state, shared_folder, snapshot, state_of, train
@@ -365,7 +373,7 @@ def test_the_verdict_is_the_folders_not_the_process():
         os.kill(process.pid, signal.SIGSTOP)
     saving = saver.save({"x": torch.ones(3)}, folder / "kept")
     if dist.get_rank() == 1:
-        while not [*partial_of(folder / "kept").glob("*/ranks/1.told")]:
+        while not [*partial_of(folder / "kept").glob("meet-*/1.told")]:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
     dist.barrier()
@@ -676,6 +684,28 @@ def save_and_vanish(rank: int, folder: Path) -> None:
     os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 1; kill -CONT {saver.pid}"], os.environ)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_save_counts_as_under_way_until_the_checkpoint_is_there(tmp_path):
+    folder, token = tmp_path / "step-1", new_token()
+    begin_folder(folder, token)
+    lock = writer.hold_lock(meeting_of(folder, token) / "0.lock")
+    meeting = writer.Meeting(folder, token, 0, 1, timeout=10)
+    meeting.tell({"files": {}})
+    answers = []
+
+    def finish(told: list[dict[str, Any]]) -> None:
+        def waiting() -> list[bool]:
+            return [writer.is_being_written(path) for path in tmp_path.glob("*.partial/meet-*")]
+
+        assert told == [{"files": {}}] and waiting() == [True]
+        finish_folder(folder, token)
+        assert folder.is_dir() and waiting() == [True]
+
+    meeting.judge(finish, answers.append)
+    os.close(lock)
+    assert answers == [writer.COMPLETE]
+    assert [*tmp_path.iterdir()] == [folder] and not [*folder.iterdir()]
 
 
 def test_a_job_that_is_killed_after_the_call_keeps_the_save(tmp_path):
