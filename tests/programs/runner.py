@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from fsdp_compose import (
     RaggedDTensor,
@@ -28,7 +30,14 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose._torch import default_store
-from fsdp_compose.checkpoint import StateDictOptions, get_state_dict, set_state_dict
+from fsdp_compose.checkpoint import (
+    SaveFuture,
+    StateDictOptions,
+    async_save,
+    get_state_dict,
+    load,
+    set_state_dict,
+)
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.flat.flat_param import handle_of
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
@@ -58,8 +67,8 @@ class Losses(NamedTuple):
 class Runner:
     """Does each action to both models and notes where they differ."""
 
-    def __init__(self, program: Program, meshes: Meshes) -> None:
-        self.program = program
+    def __init__(self, program: Program, meshes: Meshes, folder: Path) -> None:
+        self.program, self.folder = program, folder
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         models, built = build(program)
         self.hold(models)
@@ -79,7 +88,8 @@ class Runner:
         self.is_exact = all(param.dtype == torch.float64 for param in self.params)
         self.has_unreduced = False
         self.lagging: set[nn.Parameter] = set()  # whose gradients have been dropped by flat views only, as yet
-        self.num_forwards = 0
+        self.num_forwards = self.num_saves = 0
+        self.saving: tuple[SaveFuture, Any] | None = None  # and the state at the call
 
     def hold(self, models: nn.ModuleList) -> None:
         """Work with these models. ``model`` has the parameters of all of them."""
@@ -113,6 +123,7 @@ class Runner:
             self.compare(what)
             if self.differences:
                 return
+        self.finish_save("at the end")
 
     # ---- forward and backward
 
@@ -377,8 +388,42 @@ class Runner:
             self.model, self.optimizers[0], model_state_dict=saved[0], optim_state_dict=saved[1], options=options
         )
 
+    def do_save(self, action: Action, what: str) -> None:
+        """An asynchronous save. The program goes on, and looks at it before the next one, or at its end."""
+        self.finish_save(what)
+        if not self.params:
+            return
+        model, optimizer = get_state_dict(self.model, self.optimizers[0])
+        state = {"model": model, "optimizer": optimizer}
+        expected, self.num_saves = copy.deepcopy(state), self.num_saves + 1
+        path = self.folder / f"save-{self.num_saves}"
+        if self.rank == 0:  # a program that was interrupted has left it
+            shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+        self.saving = async_save(state, path), expected
+
+    def finish_save(self, what: str) -> None:
+        """The last asynchronous save has what there was at its call, bit for bit."""
+        if self.saving is None:
+            return
+        (future, expected), self.saving = self.saving, None
+        path = future.result()
+        loaded = tree_map(lambda item: torch.zeros_like(item) if isinstance(item, torch.Tensor) else item, expected)
+        load(loaded, path)
+        found = leaves(loaded)
+        for where, want in leaves(expected).items():
+            got = found.get(where)
+            pair = [item.to_local() if isinstance(item, DTensor) else item for item in (got, want)]
+            is_tensor = isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor)
+            if not (torch.equal(*pair) if is_tensor else got == want):
+                self.differences.append(f"{what}: {where} in {path.name} is {got}, there was {want} at the call")
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(path)
+
     def do_restart(self, action: Action, what: str) -> None:
         """As a program that is started again: a new process group, a new model, and what the first one has saved."""
+        self.finish_save(what)
         options = StateDictOptions(full_state_dict=True, keep_foreign_params=True)
         saved = copy.deepcopy(get_state_dict(self.model, self.optimizers[0], options=options)) if self.params else None
         models, built = build(self.program)
@@ -452,6 +497,12 @@ class Runner:
                 self.differences.append(f"{what} differs by {difference}: {got.tolist()}, not {expected.tolist()}")
 
 
+def leaves(state: Any) -> dict[str, Any]:
+    """What is in nested dicts and lists, by path."""
+    found, _ = tree_flatten_with_path(state)
+    return {keystr(path): item for path, item in found}
+
+
 # ---- on every rank
 
 # Words of the errors with which a program may be refused, on every rank alike: its ranks run different groups, a loss
@@ -507,7 +558,7 @@ def run_on_every_rank(program: Program, generation: int, report: str) -> None:
     """Run ``program``; the first rank writes to the file ``report`` what went wrong. Called on every rank."""
     differences, error = [], ""
     try:
-        runner = Runner(program, _meshes_of(generation))
+        runner = Runner(program, _meshes_of(generation), Path(report).parent)
         differences = runner.differences
         runner.run()
     except ImpossibleError:

@@ -126,6 +126,7 @@ _others = st.one_of(
         how=st.sampled_from(["sharded", "full", "first rank"]),
     ),
     st.builds(Action, kind=st.just("restart"), sync=st.booleans()),
+    st.just(Action("save")),
 )
 
 
@@ -297,7 +298,9 @@ def check(program: Program, world_size: int, report: Path) -> bool:
     report.unlink(missing_ok=True)
     arguments = {"program": program, "generation": _present[0], "report": str(report)}
     try:
-        run_distributed(run_on_every_rank, world_size, arguments, timeout=200 if program.compiled else 40)
+        # The process that writes an asynchronous save takes seconds to start.
+        is_slow = program.compiled or any(action.kind == "save" for action in program.actions)
+        run_distributed(run_on_every_rank, world_size, arguments, timeout=200 if is_slow else 40)
         outcome = report.read_text()
     except pytest.fail.Exception as failure:  # a rank crashed or hangs
         outcome = str(failure)
