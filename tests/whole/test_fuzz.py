@@ -349,6 +349,6 @@ def check_random_programs(world_size: int, num_programs: int, report: Path, comp
 
 
 @pytest.mark.parametrize(("world_size", "num_programs"), [(2, 60), (3, 30), (4, 20)])
-@pytest.mark.timeout(max(300, NUM_PROGRAMS * 10))
+@pytest.mark.timeout(max(600, NUM_PROGRAMS * 10))
 def test_random_programs_train_as_unsharded(world_size, num_programs, tmp_path):
     check_random_programs(world_size, num_programs, tmp_path / "report")
