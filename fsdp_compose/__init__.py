@@ -44,11 +44,13 @@ from .api import (
     set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    set_transport,
+    set_wire_formats,
     summon_full_params,
     sync_optional_groups,
     unshard,
 )
-from .comm import Replicas
+from .comm import Replicas, Transport, TransportRole, TransportWrapper, WireFormat
 from .errors import CheckpointDamagedError, FSDPComposeError, MisuseError, RankLostError, RanksDifferError
 from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
 from .inspect import (
@@ -85,8 +87,12 @@ __all__ = [
     "Replicas",
     "Trace",
     "TraceEvent",
+    "Transport",
+    "TransportRole",
+    "TransportWrapper",
     "UnreducedParameter",
     "UnshardHandle",
+    "WireFormat",
     "broadcast_replicas",
     "clip_grad_norm_",
     "compile",
@@ -126,6 +132,8 @@ __all__ = [
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "set_transport",
+    "set_wire_formats",
     "summon_full_params",
     "sync_optional_groups",
     "trace",

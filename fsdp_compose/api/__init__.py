@@ -37,3 +37,5 @@ from .shard import check_modules as check_modules
 from .shard import fully_shard as fully_shard
 from .shard import replicate as replicate
 from .summon import summon_full_params as summon_full_params
+from .transports import set_transport as set_transport
+from .transports import set_wire_formats as set_wire_formats

@@ -157,7 +157,7 @@ def is_sharded_like(value: Any, place: Place) -> bool:
 
 def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key, torch.Tensor]:
     handle = bundle.handle
-    transport = handle.mesh.transport.unrecorded  # other ranks may record nothing
+    transport = handle.mesh.transport.exact.unrecorded  # other ranks may record nothing
     if isinstance(transport, Messages):
         wholes = _gather_pieces(bundle, transport, rank0_only)
     else:

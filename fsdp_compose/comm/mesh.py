@@ -34,7 +34,7 @@ from .failure import fail_together
 from .gloo import TRANSPORT_ENV, transport_of
 from .replicas import Replicas, ReplicaTransport
 from .store import agree_on_name
-from .transport import Transport
+from .transport import Transport, TransportRole
 
 # ---- The process group of all ranks that run a model together: its *peers*, which meet, exchange and recover.
 #
@@ -182,14 +182,14 @@ class DataParallelMesh:
     missing_factor: int = 1
     part_transport: Transport | None = None
 
-    def with_transports(self, change: Callable[[Transport], Transport]) -> DataParallelMesh:
-        """A copy with ``change(transport)`` instead of each transport."""
+    def with_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> DataParallelMesh:
+        """A copy with ``change(transport, role)`` instead of each transport."""
         replicas, parts = self.replica_transport, self.part_transport
         return replace(
             self,
-            transport=change(self.transport),
-            replica_transport=None if replicas is None else change(replicas),
-            part_transport=None if parts is None else change(parts),
+            transport=change(self.transport, TransportRole.SHARDS),
+            replica_transport=None if replicas is None else change(replicas, TransportRole.REPLICAS),
+            part_transport=None if parts is None else change(parts, TransportRole.PARTS),
         )
 
     def with_replicas(self, replicas: Replicas | None) -> DataParallelMesh:
@@ -236,7 +236,7 @@ class DataParallelMesh:
 
     def facts(self) -> dict[str, object]:
         """Facts that must be equal on every rank."""
-        facts: dict[str, object] = {"transport": self.transport.unrecorded.name}
+        facts: dict[str, object] = {}
         if self.mesh.ndim > 1:
             facts |= {"replicas": self.replicate_world_size, "shards": self.shard_world_size}
         if self.replicas is not None:
@@ -244,6 +244,17 @@ class DataParallelMesh:
         if self.part_transport is not None:
             facts["ranks that share parts"] = self.part_size
         return facts
+
+    def transport_names(self) -> dict[str, str]:
+        """How tensors move, for every role. Must be equal on every rank too."""
+        found: dict[str, str] = {}
+
+        def look(transport: Transport, role: TransportRole) -> Transport:
+            found[role.value] = transport.unrecorded.name
+            return transport
+
+        self.with_transports(look)
+        return found
 
     @property
     def part_size(self) -> int | None:
@@ -288,7 +299,7 @@ class DataParallelMesh:
         if self.peers is peers and self.missing_factor == missing_factor:
             return self
         fail_together([peers, *self.groups()])
-        moved = self.with_transports(lambda transport: transport.among(peers))
+        moved = self.with_transports(lambda transport, _: transport.among(peers))
         return replace(moved, peers=peers, missing_factor=missing_factor)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -147,6 +148,15 @@ def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 # ---- The transport
 
 
+class TransportRole(Enum):
+    """What a transport of a group is for."""
+
+    SHARDS = "shards"  # gathers parameters and scatters gradients
+    REPLICAS = "replicas"  # averages gradients over the ranks that hold the same shard
+    PARTS = "parts"  # gathers parts that adjacent ranks have kept (``reshard_after_forward=int``)
+    TENSOR_PARALLEL = "tensor-parallel sums"  # of gradients, over ranks that hold parts of one parameter's work
+
+
 _LONG_BYTES = 1 << 20  # of one rank's part: above this, copying padded parts costs more than one broadcast per part
 
 Range = tuple[int, int]
@@ -165,9 +175,24 @@ class Transport:
     """
 
     name = "collectives"
+    is_exact = True
+    """Whether ``all_gather`` fills in the bits that it was given."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+
+    @property
+    def exact(self) -> Transport:
+        """The transport for what must arrive bit for bit and is no training: this one, or that below its wrappers."""
+        return self
+
+    def over(self, change: Callable[[Transport], Transport]) -> Transport:
+        """A transport like this one, with ``change(transport)`` where it sends bytes."""
+        return change(self)
+
+    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """What every rank sees of ``part``, this rank's part, when it was gathered as ``dtype``; ``None``: unknown."""
+        return part.to(dtype)
 
     @property
     def unrecorded(self) -> Transport:
@@ -189,7 +214,8 @@ class Transport:
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's part of it."""
+        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's part of it. Unless
+        ``is_exact``, it may have another dtype."""
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
         return self.group._allgather_base(whole, shard, _ALL_GATHER)

@@ -19,6 +19,7 @@ from ..api import UnshardHandle
 from ..api import register_forward_method as register_forward_method
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..group import BoundToModule, _FSDPState, get_state, states_to_run
+from .custom_comms import GATHER, REDUCE, set_comm
 
 # ---- Adapters for the private attributes of FSDP2's states that other packages read.
 #
@@ -178,7 +179,7 @@ class FSDPModule(metaclass=_AsksRegistry):
     """A module that ``drop_in.fully_shard`` was called on, with the methods of FSDP2's class of this name.
 
     Each method calls the function of ``fsdp_compose`` that its docstring names. Methods that this package has no use
-    for do nothing or warn. Methods that would need a feature that this package lacks raise NotImplementedError.
+    for do nothing or warn.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FSDPModule:
@@ -328,15 +329,19 @@ class FSDPModule(metaclass=_AsksRegistry):
         """Warn: collectives use the parameters' own memory."""
         _without_effect("set_symm_mem_for_comm", _OWN_MEMORY)
 
-    # ---- unsupported: ignoring these calls would change what users rely on
+    # ---- collectives of the user
 
-    def set_custom_all_gather(self, comm: object) -> None:
-        """Raise NotImplementedError."""
-        raise _absent("set_custom_all_gather", "all-gathers write to the memory that forward computes with")
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Let ``comm`` do the all-gathers of this module's group. Not recursive. Ranks: all.
 
-    def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Raise NotImplementedError."""
-        raise _absent("set_custom_reduce_scatter", "reductions use the process group; see set_all_reduce_hook()")
+        Flat parameters are copied into and out of the memory that ``comm`` allocates. Since it might round, nothing
+        looks for writes to the unsharded parameters through ``.data`` in forward, which are lost."""
+        set_comm(_module(self), GATHER, comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Let ``comm`` do the reduce-scatters of this module's group, in memory that it allocates. Not recursive.
+        Ranks: all."""
+        set_comm(_module(self), REDUCE, comm)
 
     # ---- private, but read by other packages
 
@@ -411,7 +416,3 @@ _OWN_MEMORY = "collectives use the parameters' own memory"
 
 def _without_effect(method: str, why: str) -> None:
     warnings.warn(f"{method}() has no effect in fsdp_compose: {why}", stacklevel=4)
-
-
-def _absent(method: str, why: str) -> NotImplementedError:
-    return NotImplementedError(f"fsdp_compose does not support {method}(): {why}")

@@ -82,6 +82,7 @@ from .policy import as_ours as as_ours
 from .reduction import AVERAGE as AVERAGE
 from .reduction import Reduction as Reduction
 from .reduction import ReductionOptions as ReductionOptions
+from .shard_storage import ON_DEVICE as ON_DEVICE
 from .shard_storage import ShardStorage as ShardStorage
 from .shard_storage import host_memory as host_memory
 from .shard_storage import streams_of as streams_of

@@ -362,10 +362,12 @@ class Communicator:
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
         """Gather the whole flat parameter, in its compute dtype, from ``shard`` (a tensor like the handle's own) into
         memory of its own, and wait for it: for functional mode."""
-        mesh, shard = handle.mesh, handle.storage.on_device(shard).to(handle.unsharded.dtype)
+        mesh, shard, dtype = handle.mesh, handle.storage.on_device(shard), handle.unsharded.dtype
+        if mesh.transport.is_exact or mesh.shard_world_size == 1:
+            shard = shard.to(dtype)
         if mesh.shard_world_size == 1:
             return shard.clone()
-        flat = torch.empty(handle.layout.flat_numel, dtype=shard.dtype, device=shard.device)
+        flat = torch.empty(handle.layout.flat_numel, dtype=dtype, device=shard.device)
         try:
             mesh.transport.all_gather(flat, shard, handle.label).wait()
         except RuntimeError as error:

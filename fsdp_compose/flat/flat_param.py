@@ -30,7 +30,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import PlainAttributes
-from ..comm import DataParallelMesh, Label, Names, Transport
+from ..comm import DataParallelMesh, Label, Names, Transport, TransportRole
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
 from .accumulation import PendingGradients
@@ -118,7 +118,7 @@ class FlatParamHandle(_Referable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """Copy the handle, over copies of the sharded parameters: those in ``memo``, which the copied modules show."""
-        mesh = self.mesh.with_transports(attrgetter("unrecorded"))
+        mesh = self.mesh.with_transports(lambda transport, _: transport.unrecorded)
         arguments = self.kind, self.local_shards, self.tensor_parallel, self.storage
         twin = memo[id(self)] = FlatParamHandle(self.layout, mesh, *arguments)
         twin.kind = self.kind.of_a_copy(memo)  # only now: it may copy the module, which has this handle
@@ -158,12 +158,19 @@ class FlatParamHandle(_Referable):
             self.label.rename(names, whole_group)
             self.unsharded.memory.rename(error_of_late_access(self.mesh.rank, self.label))
 
-    def change_transports(self, change: Callable[[Transport], Transport]) -> None:
-        """Replace each transport of shards and gradients by ``change(transport)``, from the next collective on. Ranks:
-        all, between iterations."""
+    def change_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> None:
+        """Replace each transport of shards and gradients by ``change(transport, role)``, from the next collective on.
+        Ranks: all, between iterations."""
         self.run_on(self.mesh.with_transports(change))
         if self.tensor_parallel is not None:
             self.tensor_parallel.change_transports(change)
+
+    def transport_names(self) -> dict[str, dict[str, str]]:
+        """A fact that must be the same on every rank: how tensors move."""
+        names = self.mesh.transport_names()
+        if self.tensor_parallel is not None:
+            names |= self.tensor_parallel.transport_names()
+        return {"transports": names}
 
     def run_on(self, mesh: DataParallelMesh) -> None:
         """Switch to ``mesh``, which has the same ranks."""

@@ -70,10 +70,11 @@ def route_of(transport: Transport, label: Label) -> str:
     return route
 
 
-def all_gather(shard: _Tensor, world_size: int, route: str) -> _Tensor:
+def all_gather(shard: _Tensor, dtype: torch.dtype, world_size: int, route: str) -> _Tensor:
+    """Gather shards as ``dtype``, which is theirs unless the transport is inexact."""
     stock = functional_collectives()
     if route.startswith(_OURS):
-        return stock.wait_tensor(torch.ops.fsdp_compose.all_gather(shard, world_size, route))
+        return stock.wait_tensor(torch.ops.fsdp_compose.all_gather(shard, dtype, world_size, route))
     return stock.wait_tensor(stock.all_gather_into_tensor(shard, world_size, route))
 
 
@@ -115,9 +116,9 @@ def _fake_flatten(grads: Sequence[_Tensor], places: Sequence[int], sizes: Sequen
     return grads[0].new_empty(sum(sizes), dtype=dtype)
 
 
-def _all_gather(shard: _Tensor, world_size: int, route: str) -> _Tensor:
+def _all_gather(shard: _Tensor, dtype: torch.dtype, world_size: int, route: str) -> _Tensor:
     shard = shard.contiguous()
-    whole = shard.new_empty(world_size * shard.numel())
+    whole = shard.new_empty(world_size * shard.numel(), dtype=dtype)
     return _issued(whole, _routes[route].all_gather(whole, shard, _labels[route]), shard)
 
 
@@ -138,9 +139,9 @@ def _issued(result: _Tensor, work: Work, source: _Tensor) -> _Tensor:
     return result
 
 
-def _fake_all_gather(shard: _Tensor, world_size: int, route: str) -> _Tensor:
+def _fake_all_gather(shard: _Tensor, dtype: torch.dtype, world_size: int, route: str) -> _Tensor:
     _teach_compiler()
-    return shard.new_empty(world_size * shard.numel())
+    return shard.new_empty(world_size * shard.numel(), dtype=dtype)
 
 
 def _fake_reduce_scatter(flat: _Tensor, is_average: bool, world_size: int, route: str) -> _Tensor:
@@ -154,7 +155,7 @@ def _fake_all_reduce(flat: _Tensor, is_average: bool, route: str) -> _Tensor:
 
 
 _OPERATIONS: dict[str, tuple[Callable[..., _Tensor], Callable[..., _Tensor]]] = {
-    "all_gather(Tensor shard, int world_size, str route) -> Tensor": (_all_gather, _fake_all_gather),
+    "all_gather(Tensor shard, ScalarType dtype, int world_size, str route) -> Tensor": (_all_gather, _fake_all_gather),
     "reduce_scatter(Tensor flat, bool is_average, int world_size, str route) -> Tensor": (
         _reduce_scatter,
         _fake_reduce_scatter,
@@ -209,6 +210,7 @@ class GatherPlan:
         flags: which of them require grad.
         arrives: the form of gradient that a backward delivers.
         before, is_average: the divisor of gradients before they are reduced, and whether the collective averages.
+        is_exact: shards arrive bit for bit.
     """
 
     route: str | None
@@ -224,6 +226,7 @@ class GatherPlan:
     arrives: GradientForm
     before: float
     is_average: bool
+    is_exact: bool
 
     @property
     def needs_grad_leaf(self) -> bool:
@@ -240,8 +243,8 @@ class GatherPlan:
     # ---- Operators; called with the tensors of a graph that is being captured
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
-        flat = shard if shard.dtype == self.dtype else shard.to(self.dtype)
-        return flat if self.route is None else all_gather(flat, self.world_size, self.route)
+        flat = shard if shard.dtype == self.dtype or not self.is_exact else shard.to(self.dtype)
+        return flat if self.route is None else all_gather(flat, self.dtype, self.world_size, self.route)
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         starts = [*accumulate(self.sizes, initial=0)]  # not split(): partitioners want every value to be a tensor
@@ -466,6 +469,7 @@ def captured_flat(handle: FlatParamHandle, is_synced: bool, averages: bool, opti
         arrives,
         before,
         is_average,
+        is_alone or mesh.transport.is_exact,
     )
 
 

@@ -34,7 +34,7 @@ from .._torch import (
     set_local_tensor,
     waited,
 )
-from ..comm import Transport, joined_mesh
+from ..comm import Transport, TransportRole, joined_mesh
 from ..errors import MisuseError
 from ..ragged import RaggedDTensor
 from .codecs import is_composite
@@ -130,9 +130,15 @@ class TensorParallel:
         meshes = dict.fromkeys(spec.mesh for _, spec in self._dtensors)
         self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}
 
-    def change_transports(self, change: Callable[[Transport], Transport]) -> None:
-        """Replace each transport of sums by ``change(transport)``, from the next sum on."""
-        self._transports = {place: change(transport) for place, transport in self._transports.items()}
+    def change_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> None:
+        """Replace each transport of sums by ``change(transport, role)``, from the next sum on."""
+        role = TransportRole.TENSOR_PARALLEL
+        self._transports = {place: change(transport, role) for place, transport in self._transports.items()}
+
+    def transport_names(self) -> dict[str, str]:
+        """As ``DataParallelMesh.transport_names``."""
+        names = dict.fromkeys(transport.unrecorded.name for transport in self._transports.values())
+        return {TransportRole.TENSOR_PARALLEL.value: ", ".join(names)}
 
     @staticmethod
     def of(specs: Sequence[DTensorSpec | None]) -> TensorParallel | None:

@@ -42,6 +42,7 @@ from .tensor_parallel import TensorParallel, own_counter
 
 
 CopyIn = Callable[["torch.Tensor", "torch.Tensor"], None]
+_Copies = tuple[list[Callable[[], object]], torch.Tensor]
 
 
 class ShardSource:
@@ -54,7 +55,7 @@ class ShardSource:
         copy_in: copies a shard that is in host memory to the device, in its own dtype.
     """
 
-    __slots__ = ("_arguments", "_copy", "_is_local", "gather", "staging")
+    __slots__ = ("_copies", "_flat", "_is_local", "_label", "gather", "staging")
 
     def __init__(
         self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label, copy_in: CopyIn | None
@@ -62,28 +63,35 @@ class ShardSource:
         rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
         own_slice = flat[rank * numel : (rank + 1) * numel]
         self.staging: torch.Tensor | None = None  # where a shard from the host waits to be cast; the caller allocates
-        self._copy: Callable[[], object] | None = None
-        if copy_in is None or shard.is_meta:
-            # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
-            if own_slice.dtype != shard.dtype or is_alone:
-                self._copy = partial(own_slice.copy_, shard)
-        elif own_slice.dtype == shard.dtype:
-            self._copy = partial(copy_in, own_slice, shard)
-        else:
-            staging = self.staging = torch.empty(numel, dtype=shard.dtype, device=own_slice.device)
-            staging.untyped_storage().resize_(0)
-            self._copy = partial(_in_turn, partial(copy_in, staging, shard), partial(own_slice.copy_, staging))
+        # What to do before the all-gather, and what it reads then. Without a cast that is the shard itself, else its
+        # cast in the buffer (in place); an inexact transport casts by itself.
+        casts = own_slice.dtype != shard.dtype
+        copies: _Copies = ([], shard)
+        if copy_in is not None and not shard.is_meta:
+            staging = own_slice
+            if casts:
+                staging = self.staging = torch.empty(numel, dtype=shard.dtype, device=own_slice.device)
+                staging.untyped_storage().resize_(0)
+            copies = ([partial(copy_in, staging, shard)], staging)
+        self._copies = {False: copies, True: copies}
+        if casts or (is_alone and copies[1] is shard):
+            self._copies[True] = ([*copies[0], partial(own_slice.copy_, copies[1])], own_slice)
         # On an accelerator the work of a collective of one rank still orders the copy before compute.
         self._is_local = is_alone and flat.device.type == "cpu"
-        self._arguments = (flat, shard if self._copy is None else own_slice, label)
+        self._flat, self._label = flat, label
         self.gather_by(mesh.transport)
 
     def gather_by(self, transport: Transport) -> None:
         """Move shards by this transport from now on."""
-        issue = _issue_nothing if self._is_local else transport.prepared_all_gather(*self._arguments)
+        before, source = self._copies[transport.is_exact or self._is_local]
+        issue = _issue_nothing
+        if not self._is_local:
+            issue = transport.prepared_all_gather(self._flat, source, self._label)
         # Issues the all-gather on the current stream; returns its work, or None if it is complete. Not a bound method,
         # to avoid a cycle: nothing that holds a model's memory may be in one.
-        self.gather: Callable[[], Work | None] = issue if self._copy is None else partial(_in_turn, self._copy, issue)
+        self.gather: Callable[[], Work | None] = issue
+        for copy in reversed(before):
+            self.gather = partial(_in_turn, copy, self.gather)
 
 
 def _in_turn(copy: Callable[[], object], issue: Callable[[], Any]) -> Any:
@@ -91,7 +99,7 @@ def _in_turn(copy: Callable[[], object], issue: Callable[[], Any]) -> Any:
     return issue()
 
 
-def _issue_nothing() -> None:
+def _issue_nothing() -> Any:
     """Does nothing: there is no other rank."""
 
 

@@ -35,6 +35,7 @@ from .collective_order import REPLICAS_DIFFER as REPLICAS_DIFFER
 from .collective_order import REPLICAS_SET as REPLICAS_SET
 from .collective_order import SERVE as SERVE
 from .collective_order import START_OF_BACKWARD as START_OF_BACKWARD
+from .collective_order import TRANSPORTS_SET as TRANSPORTS_SET
 from .collective_order import UNSHARDED_DIFFER as UNSHARDED_DIFFER
 from .collective_order import CollectiveLog as CollectiveLog
 from .collective_order import Entry as Entry

@@ -26,6 +26,7 @@ _MAX_ENTRIES = 1 << 16  # collectives remembered between two exchanges; only a p
 FLAGS_CHANGED = "no collective but a change of requires_grad"
 LOADED = "no collective but a load_state_dict() of whole tensors"
 REPLICAS_SET = "no collective but a set_replicas()"
+TRANSPORTS_SET = "no collective but a set_transport() or set_wire_formats()"
 REPLICAS_DIFFER = "no collective but the news that another replica group has issued other reductions"
 UNSHARDED_DIFFER = "no collective but a look at the unsharded parameters that a parametrization was put on"
 
@@ -52,6 +53,7 @@ class Kind(IntEnum):
     OTHER_MODEL = 12  # where another root goes on
     # more notes
     REPLICAS = 13  # ``set_replicas()``
+    TRANSPORTS = 15  # ``set_transport()``
     REPLICAS_DIFFER = 14  # another replica group has reduced other gradients
 
 
@@ -290,6 +292,7 @@ _NOTES = {
     Kind.LOADED: LOADED,
     Kind.UNSHARDED: UNSHARDED_DIFFER,
     Kind.REPLICAS: REPLICAS_SET,
+    Kind.TRANSPORTS: TRANSPORTS_SET,
     Kind.REPLICAS_DIFFER: REPLICAS_DIFFER,
 }
 _COLLECTIVES = {

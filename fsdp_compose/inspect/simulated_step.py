@@ -572,8 +572,8 @@ class _Simulation:
                 )
             for handle in state._handles:
                 handle.change_transports(
-                    lambda transport, name=name or "(root)": NothingMoves(  # type: ignore[misc]
-                        transport.group, name, self._ledger, self._collectives.append
+                    lambda transport, _, name=name or "(root)": transport.over(  # type: ignore[misc]
+                        lambda sender: NothingMoves(sender.group, name, self._ledger, self._collectives.append)
                     )
                 )
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ..comm import ALL_GATHER, GATHER, Collective, CollectiveNotes, Recorder, Work
+from ..comm import ALL_GATHER, GATHER, Collective, CollectiveNotes, Recorder, Transport, Work
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import End, Group, listen, stop_listening
 from ..group import _FSDPState, states_to_run
@@ -91,11 +91,17 @@ def recorded(states: Sequence[_FSDPState], notes_of: Callable[[_FSDPState], Coll
     handles = [(handle, notes_of(state)) for state in states for handle in state._handles]
     try:
         for handle, notes in handles:
-            handle.change_transports(lambda transport, notes=notes: Recorder(transport, notes))  # type: ignore[misc]
+            handle.change_transports(
+                lambda transport, _, notes=notes: transport.over(lambda sender: Recorder(sender, notes))  # type: ignore[misc]
+            )
         yield
     finally:
         for handle, _ in handles:
-            handle.change_transports(lambda item: item.inner if isinstance(item, Recorder) else item)
+            handle.change_transports(lambda transport, _: transport.over(_unrecorded))
+
+
+def _unrecorded(sender: Transport) -> Transport:
+    return sender.inner if isinstance(sender, Recorder) else sender
 
 
 # ---- Recording events: transports report collectives, and ``flat/events`` reports everything else.

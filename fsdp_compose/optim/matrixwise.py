@@ -534,7 +534,7 @@ class _Moved:
             self._label, (bucket,) = plan.exchanges_of(present)
             self._exchange = bucket.exchange
             mesh = plan.mesh
-            self._transport = NO_TRANSPORT if mesh is None else mesh.transport.among(mesh.shard_group)
+            self._transport = NO_TRANSPORT if mesh is None else mesh.transport.exact.among(mesh.shard_group)
             self._stacks: list[tuple[torch.Tensor, torch.Tensor]] = []
             self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
 

@@ -270,7 +270,7 @@ class Muon(Optimizer):
         if 1 not in present:
             return
         device, (label, buckets) = plan.device, plan.exchanges_of(present)
-        transport = NO_TRANSPORT if plan.mesh is None else plan.mesh.transport.among(plan.mesh.shard_group)
+        transport = NO_TRANSPORT if plan.mesh is None else plan.mesh.transport.exact.among(plan.mesh.shard_group)
         where = self._ns_dtype, device, transport, label
         leaving: Callable[[], list[tuple[int, int, torch.Tensor]]] | None = None
 

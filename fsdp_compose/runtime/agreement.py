@@ -25,6 +25,7 @@ from ..group import (
     OTHER_MODEL,
     REPLICAS_DIFFER,
     REPLICAS_SET,
+    TRANSPORTS_SET,
     UNSHARDED_DIFFER,
     Entry,
     GraphPlan,
@@ -75,6 +76,12 @@ def raise_different_order(root: Root, place: Entry) -> None:
                 "set_replicas() was called on some ranks only: instead of collective "
                 f"{position} of this iteration there was {a} on rank 0 and {b} on rank {rank}. No gradient was "
                 "published. Call it on every rank, between the same two iterations"
+            )
+        if TRANSPORTS_SET in a or TRANSPORTS_SET in b:
+            return (
+                "set_transport() or set_wire_formats() was called on some ranks only, or with other transports: "
+                f"instead of collective {position} of this iteration there was {a} on rank 0 and {b} on rank {rank}. "
+                "No gradient was published. Call it the same way on every rank, between the same two iterations"
             )
         if REPLICAS_DIFFER in a or REPLICAS_DIFFER in b:
             return _other_replicas(root)

@@ -653,7 +653,8 @@ def _meet_first_forward(
     for item in states:
         facts = [fact for handle in item._handles for fact in describe(handle)]
         options = {**item.options.facts(item.place.is_outermost), **item.mesh.facts()}
-        lines += [json.dumps({"group": item.name, **fact}) for fact in (*facts, options)]
+        transports = [handle.transport_names() for handle in item._handles]
+        lines += [json.dumps({"group": item.name, **fact}) for fact in (*facts, options, *transports)]
     lines += [
         json.dumps({"group": move.target.name, "tied parameters": [*move.sharded_params.values()]}) for move in moves
     ]

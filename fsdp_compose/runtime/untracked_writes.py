@@ -20,7 +20,7 @@ import torch.nn as nn
 from .._torch import in_transform, same_storage, without_modes
 from ..comm import is_on
 from ..errors import MisuseRuntimeError
-from ..flat import FlatParamHandle, ShardStorage, local_of
+from ..flat import ON_DEVICE, FlatParamHandle, ShardStorage, local_of
 from ..group import (
     END_OF_FORWARD,
     GroupUse,
@@ -168,13 +168,19 @@ def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
     """The parameters whose elements in this rank's slice of ``flat`` differ from those gathered from the shard."""
     rank, numel = handle.mesh.shard_rank, handle.layout.shard_numel
     own = flat[rank * numel : (rank + 1) * numel]
-    if not any(_differ(own, handle.shard, handle.storage)):
+    shard, storage, transport = handle.shard, handle.storage, handle.mesh.transport
+    if not transport.is_exact:
+        gathered = transport.as_gathered(storage.on_device(shard), own.dtype)
+        if gathered is None:
+            return []
+        shard, storage = gathered, ON_DEVICE
+    if not any(_differ(own, shard, storage)):
         return []
     # Compare per parameter: padding between parameters belongs to none.
     return [
         i
         for i, (start, stop, _) in enumerate(handle.local_shards)
-        if any(_differ(own[start:stop], handle.shard[start:stop], handle.storage))
+        if any(_differ(own[start:stop], shard[start:stop], storage))
     ]
 
 

@@ -303,7 +303,7 @@ def gather_span(span: Span, rank0_only: bool, transport: Transport | None = None
         transport: of the shard group; default: the mesh's.
     """
     mesh, handle, ranges = span.mesh, span.handle, span.ranges()
-    transport = transport or mesh.transport.unrecorded  # other ranks may record nothing
+    transport = transport or mesh.transport.exact.unrecorded  # other ranks may record nothing
     if rank0_only and not mesh.is_first_replica:
         if mesh.shard_world_size > 1:
             transport.skip(span.numel * span.dtype.itemsize, handle.label)

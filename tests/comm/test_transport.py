@@ -44,7 +44,7 @@ def test_ranks_of_which_one_has_them_switched_off_are_told_at_the_first_forward(
         if dist.get_rank():
             environment.setenv("FSDP_COMPOSE_TRANSPORT", "collectives")
         model = fully_shard(nn.Linear(3, 3))
-    with pytest.raises(RuntimeError, match=r'"transport": "messages".* rank 1, which has .*"transport": "collectives"'):
+    with pytest.raises(RuntimeError, match=r'"shards": "messages".* rank 1, which has .*"shards": "collectives"'):
         model(torch.ones(1, 3))
 
 

@@ -495,9 +495,6 @@ def test_what_is_not_there_says_so():
             model.set_separate_reduce_scatter_group()
         with pytest.warns(UserWarning, match="no effect"):
             model.set_symm_mem_for_comm()
-        for method in (model.set_custom_all_gather, model.set_custom_reduce_scatter):
-            with pytest.raises(NotImplementedError, match=method.__name__):
-                method(True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model.set_reduce_scatter_unused_params(True)

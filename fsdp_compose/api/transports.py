@@ -1,0 +1,168 @@
+"""``set_transport`` and ``set_wire_formats``: how the tensors of ``fully_shard`` groups travel between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn as nn
+
+from ..comm import Bfloat16, Int8, Transport, TransportRole, Wire, WireFormat
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
+from ..flat import FlatParamHandle
+from ..group import Kind, _FSDPState, get_state, states_to_run
+
+FORMATS: dict[str, Callable[[], WireFormat]] = {"bf16": Bfloat16, "int8": Int8}
+
+
+def set_transport(
+    module: nn.Module, wrap: Callable[[Transport, TransportRole], Transport] | None, *, recurse: bool = True
+) -> None:
+    """Let collectives of groups go through transports of your own, from the next one on.
+
+    What must be exact stays as it is: checkpoints, full parameters, the matrices of ``optim.Muon``.
+
+    Ranks: all ranks, the same way, between the same two iterations. Local: no communication; the first forward, or the
+    next backward, compares the transports' names.
+
+    Args:
+        module: a module given to ``fully_shard``, or one that contains such modules.
+        wrap: called with each group's transport and what it is for. Returns that transport, or a ``TransportWrapper``
+            around it. ``None``: go back to the transports that groups have without this.
+        recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        MisuseError: there is no such group; graphs of ``torch.compile`` contain it.
+        MisuseRuntimeError: a forward or backward is running.
+        MisuseTypeError: ``wrap`` returned something that is no transport of the same ranks.
+    """
+    _change("set_transport", module, lambda _: wrap, recurse)
+
+
+def set_wire_formats(
+    module: nn.Module,
+    *,
+    all_gather: str | WireFormat | None = None,
+    reduce_scatter: str | WireFormat | None = None,
+    all_reduce: str | WireFormat | None = None,
+    recurse: bool = True,
+) -> None:
+    """Send fewer bytes, rounded. For networks that are slower than the rounding: docs/howto/wire.md says when.
+
+    Formats are ``"bf16"`` (half of fp32's bytes), ``"int8"`` (0.254 of them: multiples of 1/127 of the largest of 256
+    neighbors), or a ``WireFormat``. ``None`` sends what there is, the default. A format that would not be shorter than
+    the dtype of a tensor does not change it.
+
+    All ranks compute with the same rounded parameters; shards, optimizer state and checkpoints stay exact. Gradients
+    are rounded before they are summed, in fp32, and the result of an all-reduce once more. Parameters of tensor
+    subclasses with all-gathers of their own, and sums over tensor-parallel ranks, are sent as they are.
+
+    With hybrid sharding, ``all_reduce`` alone keeps traffic inside a node exact, and rounds that between nodes.
+
+    Ranks: as for ``set_transport``, whose transports this replaces.
+
+    Args:
+        module: a module given to ``fully_shard``, or one that contains such modules.
+        all_gather: of parameters.
+        reduce_scatter: of gradients over the ranks that share the shards.
+        all_reduce: of gradients over replicas: hybrid sharding, ``replicate``.
+        recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        MisuseError: there is no such format or group; ``all_reduce`` with ``set_replicas``; graphs of
+            ``torch.compile`` contain a group.
+        MisuseRuntimeError: a forward or backward is running.
+
+    Example::
+
+        set_wire_formats(model, all_gather="int8", reduce_scatter="int8")
+    """
+    gathers, scatters, sums = map(_format, (all_gather, reduce_scatter, all_reduce))
+
+    def wrapping(handle: FlatParamHandle) -> Callable[[Transport, TransportRole], Transport]:
+        own_gathers = gathers if handle.unsharded.shows_shards else None  # else a tensor subclass chooses what is sent
+
+        def wrap(transport: Transport, role: TransportRole) -> Transport:
+            if role is TransportRole.SHARDS and (own_gathers or scatters):
+                return Wire(transport, own_gathers, scatters)
+            if role is TransportRole.REPLICAS and sums:
+                if transport.replicas is not None:
+                    raise MisuseError(
+                        "set_wire_formats(all_reduce=...): the model averages over replica groups (set_replicas()), "
+                        "which choose themselves what they send"
+                    )
+                return Wire(transport, None, sums)
+            return transport
+
+        return wrap
+
+    _change("set_wire_formats", module, wrapping, recurse)
+
+
+def _format(chosen: str | WireFormat | None) -> WireFormat | None:
+    if chosen is None or isinstance(chosen, WireFormat):
+        return chosen
+    if isinstance(chosen, str) and chosen in FORMATS:
+        return FORMATS[chosen]()
+    raise MisuseError(
+        f"set_wire_formats(): {chosen!r} is no format: give {' or '.join(map(repr, FORMATS))}, a WireFormat or None"
+    )
+
+
+_Wrap = Callable[[Transport, TransportRole], Transport]
+
+
+def _change(call: str, module: nn.Module, wrap_of: Callable[[FlatParamHandle], _Wrap | None], recurse: bool) -> None:
+    states = _states(call, module, recurse)
+    for state in states:
+        _refuse(call, state)
+    handles = [handle for state in states for handle in state._handles]
+    changes = [(handle, _checked(call, wrap_of(handle))) for handle in handles]
+    meshes = [(handle, handle.mesh.with_transports(change)) for handle, change in changes]  # first all: it may raise
+    for (handle, change), (_, mesh) in zip(changes, meshes, strict=True):
+        handle.run_on(mesh)
+        if handle.tensor_parallel is not None:
+            handle.tensor_parallel.change_transports(change)
+    for state in states:
+        if state.root is not None:
+            names = str([handle.transport_names() for handle in state._handles])
+            state.root.order.entries.append(state.log.note(Kind.TRANSPORTS, f"{state.name}{names}"))
+
+
+def _states(call: str, module: nn.Module, recurse: bool) -> list[_FSDPState]:
+    states = []
+    if isinstance(module, nn.Module):
+        own = get_state(module)
+        states = [state for state, _ in states_to_run(module)] if recurse else [own] if own is not None else []
+    if not states:
+        raise MisuseError(
+            f"{call}(): there is no fully_shard group {'at or below' if recurse else 'of'} this "
+            f"{type(module).__name__}: call fully_shard() first"
+        )
+    return states
+
+
+def _refuse(call: str, state: _FSDPState) -> None:
+    if state.persistent.captured is not None:
+        raise MisuseError(
+            f"{call}(): graphs of torch.compile contain the fully_shard group {state.name}: call it before compiled "
+            "code runs"
+        )
+    if state.is_busy or state.progress.awaiting_backward:
+        raise MisuseRuntimeError(
+            f"{call}(): a forward or backward of the fully_shard group {state.name} is running or still to come: call "
+            "it between iterations"
+        )
+
+
+def _checked(call: str, wrap: _Wrap | None) -> _Wrap:
+    def change(transport: Transport, role: TransportRole) -> Transport:
+        plain = transport.exact
+        wrapped = plain if wrap is None else wrap(plain, role)
+        if not isinstance(wrapped, Transport) or wrapped.group is not plain.group:
+            raise MisuseTypeError(
+                f"{call}(): wrap() returned {wrapped!r} for {role.value}, which is not a transport of the same process "
+                "group: return the given one, or a TransportWrapper around it"
+            )
+        return wrapped
+
+    return change

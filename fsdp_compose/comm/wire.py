@@ -1,0 +1,402 @@
+"""Fewer bytes between ranks: a transport that sends encoded tensors by another one, and the encodings.
+
+``Wire`` belongs around the transport that it sends by: schedules, errors, the journal and ``trace`` see what is really
+sent. Gathers are encoded by the owner of each part, and all ranks, the owner too, compute with the decoded part: all
+have the same bits. Sums are formed in fp32 (or wider), in rank order, and rounded once. A reduction of encoded parts is
+an all-to-all and a sum on the owner, since no backend can add what it cannot read (as in ZeRO++, arXiv:2306.10209). No
+rank keeps what rounding has dropped: such a residual would be as large as all gradients, on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .transport import Label, Range, Transport, Work
+
+ALIGNMENT = 16  # bytes
+_CHUNK = 1 << 18  # elements that are encoded at a time: what a step of an encoding writes is read from the cache
+
+
+# ---- Encodings
+
+
+class WireFormat(ABC):
+    """How the elements of a tensor are sent. Subclass it for an encoding of your own.
+
+    Encoding the same elements again must give the same bytes: the first forwards compare what was gathered with what
+    should have been, to find writes to parameters that would be lost.
+
+    Attributes:
+        name: compared at the first forward: it must be the same on every rank, and tell all settings.
+    """
+
+    name: str
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """The bytes of ``numel`` encoded elements."""
+
+    @abstractmethod
+    def encode(self, source: torch.Tensor, packed: torch.Tensor) -> None:
+        """Write the elements of ``source`` to ``packed``.
+
+        Args:
+            source: 1-D, contiguous, a floating dtype. Not to be written to.
+            packed: 1-D, of dtype uint8 and ``nbytes(source.numel())`` long, aligned to ``ALIGNMENT`` bytes.
+        """
+
+    @abstractmethod
+    def decode(self, packed: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+        """Write the elements of ``packed`` to ``out``, which may have another dtype than the source, or add them."""
+
+
+class Bfloat16(WireFormat):
+    """Elements rounded to bfloat16: half the bytes of fp32, the same range."""
+
+    name = "bf16"
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, source: torch.Tensor, packed: torch.Tensor) -> None:
+        packed.view(torch.bfloat16).copy_(source)
+
+    def decode(self, packed: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+        elements = packed.view(torch.bfloat16)
+        if adds:
+            out.add_(elements)
+        else:
+            out.copy_(elements)
+
+
+class Int8(WireFormat):
+    """Elements as multiples of 1/127 of the largest of ``block`` neighbors: about a quarter of fp32's bytes.
+
+    Rounds to the nearest multiple. A block with an infinite element or a NaN has no finite one afterwards, so gradient
+    scalers still notice.
+
+    Args:
+        block: how many neighboring elements share a scale, which takes 4 bytes.
+    """
+
+    # Scales are fp32: in fp16, blocks of gradients around 1e-7 would become zeros.
+
+    def __init__(self, block: int = 256) -> None:
+        self._block = block
+        self.name = f"int8/{block}"
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * self._num_blocks(numel) + numel
+
+    def encode(self, source: torch.Tensor, packed: torch.Tensor) -> None:
+        for chunk, chunk_scales, target in self._chunks(source, packed):
+            blocks = chunk.float() if chunk.dtype != torch.float32 else chunk
+            # Not smaller than the smallest normal number: its reciprocal must be finite.
+            torch.div(blocks.abs().amax(1), 127, out=chunk_scales).clamp_min_(torch.finfo(torch.float32).tiny)
+            target.copy_(blocks.mul(chunk_scales.reciprocal().unsqueeze(1)).round_())
+
+    def decode(self, packed: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+        for chunk, chunk_scales, source in self._chunks(out, packed):
+            factors = chunk_scales.unsqueeze(1)
+            if adds:
+                chunk.addcmul_(source.to(chunk.dtype), factors.to(chunk.dtype))
+            elif chunk.dtype == torch.float32:
+                torch.mul(source, factors, out=chunk)
+            else:
+                chunk.copy_(source * factors)
+
+    def _num_blocks(self, numel: int) -> int:
+        return -(-numel // self._block)
+
+    def _chunks(
+        self, plain: torch.Tensor, packed: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Elements, scales and multiples of some blocks, as matrices; then of the last block, which may be shorter."""
+        size, numel, found = self._block, plain.numel(), list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
+        if not numel:
+            return found
+        end = 4 * self._num_blocks(numel)
+        scales, elements = packed[:end].view(torch.float32), packed[end:].view(torch.int8)
+        whole, step = numel // size, max(1, _CHUNK // size)
+        for first in range(0, whole, step):
+            last = min(whole, first + step)
+            part = slice(first * size, last * size)
+            found.append((plain[part].view(-1, size), scales[first:last], elements[part].view(-1, size)))
+        if whole * size < numel:
+            found.append((plain[None, whole * size :], scales[whole:], elements[None, whole * size :]))
+        return found
+
+
+# ---- Transports around another one
+
+
+class TransportWrapper(Transport):
+    """A transport that uses another one. Override some of ``all_gather``, ``reduce_scatter`` and ``all_reduce``.
+
+    Those carry training. What must be exact (checkpoints, ``full_tensor()``, Muon's matrices) goes by ``inner``.
+
+    Order: all ranks of a process group call the same methods in the same order; several collectives may be in flight,
+    and each is waited for once, in the order of issue within each kind. A call must not block longer than it takes to
+    issue. Streams: what a method issues belongs on the current stream, which is none that computes; ``wait()`` of the
+    returned work makes the current stream, which computes, wait. Tensors are 1-D, contiguous, on one device. Their
+    memory is the caller's, valid until the end of ``wait()``, and freed or reused afterwards. Memory that a method
+    allocates must live as long as what it has issued.
+
+    Args:
+        inner: the transport to use.
+
+    Attributes:
+        inner: as given.
+        name: compared at the first forward: it must be the same on every rank, and tell all settings.
+        is_exact: what ``all_gather`` fills are the bits that were given.
+
+    Override ``as_gathered`` too if ``all_gather`` rounds. Otherwise nothing looks for writes to unsharded parameters
+    through ``.data`` in forward, which are lost.
+    """
+
+    is_exact = False
+
+    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        return super().as_gathered(part, dtype) if self.is_exact else None
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.group)
+        self.inner = inner
+
+    def over(self, change: Callable[[Transport], Transport]) -> Transport:
+        twin = copy.copy(self)
+        twin.inner = self.inner.over(change)
+        return twin
+
+    @property
+    def unrecorded(self) -> Transport:
+        twin = copy.copy(self)
+        twin.inner = self.inner.unrecorded
+        return twin
+
+    @property
+    def exact(self) -> Transport:
+        return self.inner.exact
+
+    @property
+    def num_ranks(self) -> int:
+        return self.inner.num_ranks
+
+    def among(self, peers: dist.ProcessGroup) -> Transport:
+        twin = copy.copy(self)
+        twin.inner = self.inner.among(peers)
+        return twin
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        return self.inner.all_gather(whole, shard, label)
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        return self.inner.reduce_scatter(shard, whole, is_average, label)
+
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        return self.inner.all_reduce(tensor, is_average, label)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        num_moved: int,
+        label: Label,
+    ) -> Work:
+        return self.inner.all_to_all(received, sent, received_sizes, sent_sizes, num_moved, label)
+
+    def gather(
+        self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
+    ) -> None:
+        self.inner.gather(whole, part, ranges, is_everywhere, label)
+
+    def skip(self, nbytes: int, label: Label) -> None:
+        self.inner.skip(nbytes, label)
+
+
+class Wire(TransportWrapper):
+    """Sends what is encoded.
+
+    Args:
+        inner: sends.
+        gathers, sums: the formats of all-gathers, and of reduce-scatters and all-reduces; ``None``: as they are.
+    """
+
+    def __init__(self, inner: Transport, gathers: WireFormat | None, sums: WireFormat | None) -> None:
+        super().__init__(inner)
+        self._gathers, self._sums = gathers, sums
+        self.is_exact = gathers is None
+        formats = {"gathers": gathers, "sums": sums}
+        self.name = ", ".join([inner.unrecorded.name, *[f"{a} as {b.name}" for a, b in formats.items() if b]])
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        encoding, numel = _useful(self._gathers, shard.numel(), whole.dtype), shard.numel()
+        rank, size = self.group.rank(), self.group.size()
+        if encoding is None:
+            if shard.dtype != whole.dtype:
+                shard = whole[rank * numel : rank * numel + numel].copy_(shard)
+            return self.inner.all_gather(whole, shard, label)
+        nbytes = encoding.nbytes(numel)
+        packed = _rows(whole, size, nbytes)
+        encoding.encode(shard, packed[rank, :nbytes])
+        work = self.inner.all_gather(packed.view(-1), packed[rank], label)
+
+        def finish() -> None:
+            for row, target in zip(packed, whole.chunk(size), strict=True):
+                encoding.decode(row[:nbytes], target, False)
+
+        return finish_with(work, whole.device, finish)
+
+    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        gathered = part.new_empty(part.shape, dtype=dtype)
+        encoding = _useful(self._gathers, part.numel(), dtype)
+        if encoding is None:
+            return gathered.copy_(part)
+        packed = _rows(part, 1, encoding.nbytes(part.numel()))[0, : encoding.nbytes(part.numel())]
+        encoding.encode(part, packed)
+        encoding.decode(packed, gathered, False)
+        return gathered
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        encoding = _useful(self._sums, shard.numel(), whole.dtype)
+        if encoding is None:
+            return self.inner.reduce_scatter(shard, whole, is_average, label)
+        sent = [*whole.chunk(self.group.size())]
+        work, received, reads = self._exchange(encoding, sent, shard.numel(), label)
+        divisor = self.group.size() if is_average else 1
+        return finish_with(work, whole.device, lambda: _add_up(encoding, received, shard, divisor), reads)
+
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        encoding = _useful(self._sums, tensor.numel(), tensor.dtype)
+        if encoding is None:
+            return self.inner.all_reduce(tensor, is_average, label)
+        rank, size = self.group.rank(), self.group.size()
+        parts = [*tensor.tensor_split(size)]
+        lengths = [encoding.nbytes(part.numel()) for part in parts]
+        first, received, reads = self._exchange(encoding, parts, parts[rank].numel(), label)
+        packed = _rows(tensor, size, lengths[0])
+        own = torch.empty_like(parts[rank], dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+        def begin_second() -> Work:
+            _add_up(encoding, received, own, size if is_average else 1)
+            encoding.encode(own, packed[rank, : lengths[rank]])
+            return self.inner.all_gather(packed.view(-1), packed[rank], label)
+
+        def finish() -> None:
+            for row, nbytes, part in zip(packed, lengths, parts, strict=True):
+                encoding.decode(row[:nbytes], part, False)
+
+        return finish_with(_InTurn(first, begin_second, tensor.device), tensor.device, finish, reads)
+
+    def _exchange(
+        self, encoding: WireFormat, parts: list[torch.Tensor], own_numel: int, label: Label
+    ) -> tuple[Work, list[torch.Tensor], torch.Tensor]:
+        """Send each rank its part. Return the parts for this one, encoded, by rank, and memory that is read until they
+        have come."""
+        rank, size, nbytes = self.group.rank(), self.group.size(), encoding.nbytes(own_numel)
+        lengths = [encoding.nbytes(part.numel()) for part in parts]
+        padded = [_padded(length) for length in lengths]
+        memory = _rows(parts[0], size, nbytes)
+        own, others = memory[0], memory[1:]
+        num_moved = (size - 1) * sum(padded)
+        padded[rank] = 0
+        sent = torch.empty(sum(padded), dtype=torch.uint8, device=parts[0].device)
+        for i, (part, packed) in enumerate(zip(parts, sent.split(padded), strict=True)):
+            encoding.encode(part, (own if i == rank else packed)[: lengths[i]])
+        arriving = [0 if i == rank else own.numel() for i in range(size)]
+        work = self.inner.all_to_all(others.view(-1), sent, arriving, padded, num_moved, label)
+        received = [*others[:rank], own, *others[rank:]]
+        return work, [row[:nbytes] for row in received], sent
+
+
+def _useful(encoding: WireFormat | None, numel: int, dtype: torch.dtype) -> WireFormat | None:
+    """The format, if it saves bytes for so many elements, in what is sent by one rank."""
+    if encoding is None or not dtype.is_floating_point or dtype.itemsize == 1:
+        return None
+    return encoding if _padded(encoding.nbytes(numel)) < numel * dtype.itemsize else None
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _rows(like: torch.Tensor, num: int, nbytes: int) -> torch.Tensor:
+    """Memory for encoded parts of this length; a row each, which begins as ``WireFormat`` promises."""
+    return torch.empty(num, _padded(nbytes), dtype=torch.uint8, device=like.device)
+
+
+def _add_up(encoding: WireFormat, received: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
+    """Write the sum of all ranks' parts to ``out``, divided."""
+    total = out if out.element_size() >= 4 else torch.empty_like(out, dtype=torch.float32)
+    for rank, part in enumerate(received):
+        encoding.decode(part, total, rank > 0)
+    if divisor > 1:
+        total.div_(divisor)
+    if total is not out:
+        out.copy_(total)
+
+
+def finish_with(work: Work, device: torch.device, finish: Callable[[], object], held: object = None) -> Work:
+    """A work that ends with ``finish``, which must not mind to be called again; ``held``: memory that is read until
+    then."""
+    if device.type == "cpu":
+        return _Finishing(work, finish, held)
+    # Here, on the side stream, so that it runs while the compute stream is busy.
+    work.wait()
+    finish()
+    return _OnStream(device)
+
+
+class _Finishing:
+    __slots__ = ("_finish", "_held", "_work")
+
+    def __init__(self, work: Work, finish: Callable[[], object], held: object) -> None:
+        self._work, self._held = work, held
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._finish is not None:
+            with torch.no_grad():
+                self._finish()
+            self._finish = self._held = None  # and with them the memory
+
+
+class _OnStream:
+    __slots__ = ("_device", "_event", "_module")
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device.type)
+        self._device, self._event = device, self._module.Event()
+        self._event.record(self._module.current_stream(device))
+
+    def wait(self) -> None:
+        self._module.current_stream(self._device).wait_event(self._event)
+
+
+class _InTurn:
+    """Two collectives. On the CPU the second one begins in ``wait()``, which all ranks call in the same order."""
+
+    __slots__ = ("_begin", "_first", "_second")
+
+    def __init__(self, first: Work, begin: Callable[[], Work], device: torch.device) -> None:
+        self._first, self._begin = first, begin
+        self._second: Work | None = None
+        if device.type != "cpu":
+            first.wait()
+            self._second = begin()
+
+    def wait(self) -> None:
+        if self._second is None:
+            self._first.wait()
+            with torch.no_grad():
+                self._second = self._begin()
+        self._second.wait()
