@@ -46,7 +46,7 @@ def set_wire_formats(
     all_reduce: str | WireFormat | None = None,
     recurse: bool = True,
 ) -> None:
-    """Send fewer bytes, rounded. For networks that are slower than the rounding: docs/howto/wire.md says when.
+    """Send fewer bytes, rounded. For networks that are slower than the rounding: docs/howto/slow_networks.md says when.
 
     Formats are ``"bf16"`` (half of fp32's bytes), ``"int8"`` (0.254 of them: multiples of 1/127 of the largest of 256
     neighbors), or a ``WireFormat``. ``None`` sends what there is, the default. A format that would not be shorter than

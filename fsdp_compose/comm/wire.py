@@ -95,21 +95,33 @@ class Int8(WireFormat):
         return 4 * self._num_blocks(numel) + numel
 
     def encode(self, source: torch.Tensor, packed: torch.Tensor) -> None:
-        for chunk, chunk_scales, target in self._chunks(source, packed):
-            blocks = chunk.float() if chunk.dtype != torch.float32 else chunk
+        scratch = self._scratch(source)
+        for chunk, scales, target in self._chunks(source, packed):
+            blocks = scratch[: chunk.numel()].view(chunk.shape)
+            torch.abs(chunk.float(), out=blocks)
             # Not smaller than the smallest normal number: its reciprocal must be finite.
-            torch.div(blocks.abs().amax(1), 127, out=chunk_scales).clamp_min_(torch.finfo(torch.float32).tiny)
-            target.copy_(blocks.mul(chunk_scales.reciprocal().unsqueeze(1)).round_())
+            torch.div(blocks.amax(1), 127, out=scales).clamp_min_(torch.finfo(torch.float32).tiny)
+            torch.mul(chunk, scales.reciprocal().unsqueeze(1), out=blocks)
+            target.copy_(blocks.round_())
 
     def decode(self, packed: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
-        for chunk, chunk_scales, source in self._chunks(out, packed):
-            factors = chunk_scales.unsqueeze(1)
+        is_direct = out.dtype == torch.float32 and not adds
+        scratch = None if is_direct else self._scratch(out)
+        for chunk, scales, source in self._chunks(out, packed):
+            result = chunk if scratch is None else scratch[: chunk.numel()].view(chunk.shape)
+            result.copy_(source)  # a product of two dtypes would allocate memory for that
+            if adds and out.dtype == torch.float32:
+                chunk.addcmul_(result, scales.unsqueeze(1))
+                continue
+            result.mul_(scales.unsqueeze(1))
             if adds:
-                chunk.addcmul_(source.to(chunk.dtype), factors.to(chunk.dtype))
-            elif chunk.dtype == torch.float32:
-                torch.mul(source, factors, out=chunk)
-            else:
-                chunk.copy_(source * factors)
+                chunk.add_(result)
+            elif result is not chunk:
+                chunk.copy_(result)
+
+    def _scratch(self, plain: torch.Tensor) -> torch.Tensor:
+        """Memory for a chunk, used again and again: allocating takes longer than computing."""
+        return plain.new_empty(min(plain.numel(), max(_CHUNK, self._block)), dtype=torch.float32)
 
     def _num_blocks(self, numel: int) -> int:
         return -(-numel // self._block)
