@@ -350,6 +350,19 @@ def test_a_step_of_muon_sends_what_is_promised(tmp_path):
     assert all(row["cpu_ms"] > 0 and row["peak_mib"] > 0 for row in systems.values())
 
 
+@pytest.mark.timeout(400)
+def test_wire_formats_send_what_is_promised(tmp_path):
+    reports = run("wire.py", tmp_path, "--gbit=0")
+    assert reports.keys() == {"wire_codec", "wire_step", "wire_loss"}
+    sent = {row["format"]: row["bytes_ratio"] for row in reports["wire_step"]["rows"]}
+    assert sent.keys() == {"fp32", "bf16 sums", "bf16 both", "int8 gathers", "int8 both"}
+    assert sent["fp32"] == 1 and sent["bf16 both"] == pytest.approx(0.5, abs=0.001) and sent["int8 both"] <= 0.26
+    assert all(0 < row["error"] < 0.01 and row["encode"] > 0 for row in reports["wire_codec"]["rows"])
+    for row in reports["wire_loss"]["rows"]:
+        assert (row["training_change"] == 0) == (row["format"] == "fp32")
+        assert abs(row["training_change"]) < 1 and abs(row["validation_change"]) < 1
+
+
 def test_owners_of_large_models_are_balanced_and_planned_at_once(tmp_path):
     (report,) = run("muon_owners.py", tmp_path).values()
     assert [(row["model"], row["ranks"]) for row in report["rows"]] == [
