@@ -8,7 +8,6 @@ import torch.nn as nn
 
 from ..comm import Bfloat16, Int8, Transport, TransportRole, Wire, WireFormat
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..flat import FlatParamHandle
 from ..group import Kind, _FSDPState, get_state, states_to_run
 
 FORMATS: dict[str, Callable[[], WireFormat]] = {"bf16": Bfloat16, "int8": Int8}
@@ -19,7 +18,8 @@ def set_transport(
 ) -> None:
     """Let collectives of groups go through transports of your own, from the next one on.
 
-    What must be exact stays as it is: checkpoints, full parameters, the matrices of ``optim.Muon``.
+    What must be exact stays as it is: checkpoints, full parameters, the matrices of ``optim.Muon``. So do all-gathers
+    that tensor subclasses define, and sums over tensor-parallel ranks.
 
     Ranks: all ranks, the same way, between the same two iterations. Local: no communication; the first forward, or the
     next backward, compares the transports' names.
@@ -35,7 +35,7 @@ def set_transport(
         MisuseRuntimeError: a forward or backward is running.
         MisuseTypeError: ``wrap`` returned something that is no transport of the same ranks.
     """
-    _change("set_transport", module, lambda _: wrap, recurse)
+    _change("set_transport", module, wrap, recurse)
 
 
 def set_wire_formats(
@@ -78,24 +78,19 @@ def set_wire_formats(
     """
     gathers, scatters, sums = map(_format, (all_gather, reduce_scatter, all_reduce))
 
-    def wrapping(handle: FlatParamHandle) -> Callable[[Transport, TransportRole], Transport]:
-        own_gathers = gathers if handle.unsharded.shows_shards else None  # else a tensor subclass chooses what is sent
+    def wrap(transport: Transport, role: TransportRole) -> Transport:
+        if role is TransportRole.SHARDS and (gathers or scatters):
+            return Wire(transport, gathers, scatters)
+        if role is TransportRole.REPLICAS and sums:
+            if transport.replicas is not None:
+                raise MisuseError(
+                    "set_wire_formats(all_reduce=...): the model averages over replica groups (set_replicas()), which "
+                    "choose themselves what they send"
+                )
+            return Wire(transport, None, sums)
+        return transport
 
-        def wrap(transport: Transport, role: TransportRole) -> Transport:
-            if role is TransportRole.SHARDS and (own_gathers or scatters):
-                return Wire(transport, own_gathers, scatters)
-            if role is TransportRole.REPLICAS and sums:
-                if transport.replicas is not None:
-                    raise MisuseError(
-                        "set_wire_formats(all_reduce=...): the model averages over replica groups (set_replicas()), "
-                        "which choose themselves what they send"
-                    )
-                return Wire(transport, None, sums)
-            return transport
-
-        return wrap
-
-    _change("set_wire_formats", module, wrapping, recurse)
+    _change("set_wire_formats", module, wrap, recurse)
 
 
 def _format(chosen: str | WireFormat | None) -> WireFormat | None:
@@ -111,20 +106,20 @@ def _format(chosen: str | WireFormat | None) -> WireFormat | None:
 _Wrap = Callable[[Transport, TransportRole], Transport]
 
 
-def _change(call: str, module: nn.Module, wrap_of: Callable[[FlatParamHandle], _Wrap | None], recurse: bool) -> None:
+def _change(call: str, module: nn.Module, wrap: _Wrap | None, recurse: bool) -> None:
     states = _states(call, module, recurse)
     for state in states:
         _refuse(call, state)
-    handles = [handle for state in states for handle in state._handles]
-    changes = [(handle, _checked(call, wrap_of(handle))) for handle in handles]
-    meshes = [(handle, handle.mesh.with_transports(change)) for handle, change in changes]  # first all: it may raise
-    for (handle, change), (_, mesh) in zip(changes, meshes, strict=True):
-        handle.run_on(mesh)
-        if handle.tensor_parallel is not None:
-            handle.tensor_parallel.change_transports(change)
+    change = _checked(call, wrap)
+    # Those of the group too: ties give it new flat parameters at the first forward.
+    meshes = [mesh for state in states for mesh in (state.mesh, *[handle.mesh for handle in state._handles])]
+    changed = {id(mesh): mesh.with_transports(change) for mesh in meshes}  # one object for equal ones, as before
     for state in states:
+        state.mesh = changed[id(state.mesh)]
+        for handle in state._handles:
+            handle.run_on(changed[id(handle.mesh)])
         if state.root is not None:
-            names = str([handle.transport_names() for handle in state._handles])
+            names = str(state.mesh.transport_names())
             state.root.order.entries.append(state.log.note(Kind.TRANSPORTS, f"{state.name}{names}"))
 
 

@@ -154,7 +154,7 @@ class TransportRole(Enum):
     SHARDS = "shards"  # gathers parameters and scatters gradients
     REPLICAS = "replicas"  # averages gradients over the ranks that hold the same shard
     PARTS = "parts"  # gathers parts that adjacent ranks have kept (``reshard_after_forward=int``)
-    TENSOR_PARALLEL = "tensor-parallel sums"  # of gradients, over ranks that hold parts of one parameter's work
+    TENSOR_PARALLEL = "tensor-parallel sums"  # of gradients; always as they are
 
 
 _LONG_BYTES = 1 << 20  # of one rank's part: above this, copying padded parts costs more than one broadcast per part

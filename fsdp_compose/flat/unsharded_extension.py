@@ -253,7 +253,8 @@ class ExtendedUnsharded(Unsharded):
             for hidden, flat in pairs:
                 hidden.copy_(flat)
             return None
-        return _Works([self._mesh.transport.all_gather(*pair, self._label) for pair in pairs if pair[0].numel()])
+        transport = self._mesh.transport.exact  # some of it are scales
+        return _Works([transport.all_gather(*pair, self._label) for pair in pairs if pair[0].numel()])
 
     def arrive(self) -> None:
         self.work = None

@@ -34,6 +34,7 @@ from fsdp_compose.checkpoint import get_model_state_dict
 from fsdp_compose.comm import Bfloat16, Int8, Label, Messages, Transport, TransportRole, Wire, WireFormat
 from fsdp_compose.errors import MisuseRuntimeError, MisuseTypeError
 from fsdp_compose.optim import Muon, muon_groups
+from tests.flat.test_all_gather_extensions import RowScales, make
 from tests.harness import distributed, same_on_every_rank
 from tests.internals import handles_of, local_of, world
 from tests.models import Stack, rows, shard_layers
@@ -379,6 +380,42 @@ def test_misuse():
     with pytest.raises(MisuseError, match="replica groups"):
         set_wire_formats(model, all_reduce="bf16")
     set_wire_formats(model, all_gather="int8")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Linear(300, 4, False), nn.Linear(4, 4), nn.Linear(300, 4, False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.middle(self.embed(x)) @ self.head.weight
+
+
+@distributed(world_size=2)
+def test_groups_that_ties_give_new_flat_parameters_keep_their_formats():
+    torch.manual_seed(0)
+    model = Tied()
+    for layer in (model.embed, model.head, model.middle):
+        fully_shard(layer)
+    fully_shard(model)
+    set_wire_formats(model, all_gather="int8", reduce_scatter="bf16")
+    before = handles_of(model)
+    mean_square(model, rows(0, 300)).backward()
+    assert {*handles_of(model)} != {*before}
+    assert all("gathers as int8/256, sums as bf16" in item.mesh.transport.name for item in handles_of(model))
+
+
+@distributed(world_size=2)
+def test_classes_with_all_gathers_of_their_own_choose_what_is_sent():
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 256, bias=False)
+    expected = RowScales.by_hand(layer.weight.detach())
+    layer.weight = make(RowScales, layer.weight.detach())
+    fully_shard(layer)
+    set_wire_formats(layer, all_gather="int8", reduce_scatter="bf16")
+    x = rows(0, 8)
+    assert torch.equal(layer(x), x @ expected.T), "the scales are exact"
 
 
 # ---- Transports of the user
