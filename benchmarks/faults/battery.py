@@ -22,6 +22,7 @@ from . import (
     async_saves,
     bit_flips,
     disk_full,
+    elastic_groups,
     killed_saves,
     lost_ranks,
     muon_steps,
@@ -42,6 +43,7 @@ PARTS = [
     restarts,
     lost_ranks,
     muon_steps,
+    elastic_groups,
     out_of_memory,
     soak,
 ]
