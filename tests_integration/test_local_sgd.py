@@ -21,7 +21,7 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.faults.jobs import Job, values
-from fsdp_compose import flat_parameters, fully_shard
+from fsdp_compose import flat_parameters, fully_shard, set_reshard_after_backward
 from fsdp_compose.checkpoint import shards
 from tests import harness
 
@@ -40,6 +40,7 @@ class Case:
         is_diloco: pseudogradients, with an optimizer of their own, rather than parameters.
         fragments: averaged in turn.
         delay, alpha: of a fragment, torchft's arguments.
+        keeps: parameters stay gathered until a step.
         is_late: the second group begins when the first one has averaged once, alone.
     """
 
@@ -48,6 +49,7 @@ class Case:
     fragments: int = 1
     delay: int = 0
     alpha: float = 0.0
+    keeps: bool = False
     is_late: bool = False
 
 
@@ -55,10 +57,12 @@ CASES = {
     "LocalSGD": Case(),
     "LocalSGD, flat views": Case("flat"),
     "LocalSGD, flat local views": Case("flat, local"),
+    "LocalSGD, kept gathered": Case(keeps=True),
     "LocalSGD, a group that comes late": Case(is_late=True),
     "DiLoCo": Case(is_diloco=True),
     "DiLoCo, flat views": Case("flat", is_diloco=True),
     "DiLoCo, flat local views": Case("flat, local", is_diloco=True),
+    "DiLoCo, kept gathered": Case(is_diloco=True, keeps=True),
     "DiLoCo, fragments": Case(is_diloco=True, fragments=2, delay=1, alpha=0.25),
     "DiLoCo, a group that comes late": Case(is_diloco=True, is_late=True),
     "DiLoCo, flat views, a group that comes late": Case("flat", is_diloco=True, is_late=True),
@@ -116,8 +120,9 @@ def manager_of(group: int, ports: Ports, **state: Any) -> Manager:
 def train(case: Case, group: int, ports: Ports) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", ports.common, is_master=False)
     model = model_of()
-    fully_shard(model[0])
-    fully_shard(model)
+    for module in (model[0], model):
+        fully_shard(module, reshard_after_forward=False if case.keeps else None)
+    set_reshard_after_backward(model, not case.keeps)
     modules: list[nn.Module] = [model]
     if case.views:  # what torchft takes is a module: one that has the views as its parameters
         modules = [nn.ParameterList(flat_parameters(model, local="local" in case.views))]
