@@ -237,7 +237,7 @@ def simulated(case: Case) -> list[dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def trained() -> Any:
     """What each group's ranks return, of all cases: starting processes takes longer than these."""
-    os.environ.setdefault("RUST_LOG", "off")
+    os.environ.setdefault("RUST_LOG", "error")
     with ExitStack() as stack:
         stores, ports = [], [dict[str, Ports]() for _ in range(GROUPS)]
         for name in CASES:

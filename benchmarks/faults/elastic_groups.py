@@ -87,7 +87,7 @@ def run(system: System, settings: Settings, case: Case, *, torchft: bool) -> Out
 
 
 def lighthouse_server() -> Any:
-    os.environ.setdefault("RUST_LOG", "off")
+    os.environ.setdefault("RUST_LOG", "error")
     from torchft.coordination import LighthouseServer
 
     return LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=1000)

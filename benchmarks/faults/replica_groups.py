@@ -92,6 +92,14 @@ def unsharded(took_part: list[list[int]]) -> dict[str, torch.Tensor]:
 # ---- What averages over the groups, and decides about steps
 
 
+def close_connections(group: Any) -> None:
+    """Let the ranks that wait for this one hear that it has given up."""
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with contextlib.suppress(RuntimeError):  # gloo closes a connection when something is late on it
+                group.recv([torch.empty(1)], rank, 1).wait(timedelta(milliseconds=1))
+
+
 class OverGloo:
     """A gloo process group with the ranks of the same number in the other groups, made anew when a group is lost.
 
@@ -139,12 +147,8 @@ class OverGloo:
             self._lose()
 
     def _lose(self) -> None:
-        """Close the connections, so that the ranks which wait for this one hear of it."""
         self.is_lost = True
-        for rank in range(len(self._members)):
-            if rank != self._members.index(self._group):
-                with contextlib.suppress(RuntimeError):  # gloo closes a connection when something is late on it
-                    self._beside.recv([torch.empty(1)], rank, 1).wait(timedelta(milliseconds=1))
+        close_connections(self._beside)
 
     def may_step(self) -> bool:
         """Decide about the step, after backward, and leave lost groups behind. Ranks: all."""
@@ -197,9 +201,9 @@ class OverTorchft:
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
-        self._note = note
+        self._note, self._beside = note, ProcessGroupGloo(timeout=OF_TORCHFT)
         self._manager = Manager(
-            pg=ProcessGroupGloo(timeout=OF_TORCHFT),
+            pg=self._beside,
             min_replica_size=1,
             state_dict=state.state,
             load_state_dict=state.load,
@@ -232,7 +236,10 @@ class OverTorchft:
 
     def maximum(self, tensor: torch.Tensor) -> bool:
         self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.MAX).wait()
-        return self._manager.errored() is None
+        if self._manager.errored() is None:
+            return True
+        close_connections(self._beside.parent)
+        return False
 
     def may_step(self) -> bool:
         self._note("vote of the groups")
