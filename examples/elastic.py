@@ -24,6 +24,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,15 +78,27 @@ def learning_rate(step: int) -> float:
 class Torchft:
     """What `set_replicas` takes, made of torchft's manager."""
 
-    def __init__(self, manager: Manager):
-        self.manager = manager
+    def __init__(self, manager: Manager, pg: ProcessGroupGloo):
+        self.manager, self.pg = manager, pg
 
     def average(self, tensor: Tensor):
         return self.manager.allreduce(tensor)
 
     def maximum(self, tensor: Tensor) -> bool:
         self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.MAX).wait()
-        return self.manager.errored() is None
+        if self.manager.errored() is None:
+            return True
+        close_connections(self.pg.parent)
+        return False
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Let groups that wait for this one hear that it has given up: of three, one may not be connected to the lost one
+    where it waits, and would wait for the whole timeout."""
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with suppress(RuntimeError):  # gloo closes a connection when something is late on it
+                group.recv([torch.empty(1)], rank, 1).wait(timedelta(milliseconds=1))
 
 
 def main() -> None:
@@ -109,8 +122,9 @@ def main() -> None:
 
     held = shards(model, optimizer)
     timeout = timedelta(seconds=options.timeout)
+    pg = ProcessGroupGloo(timeout=timeout)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timeout),
+        pg=pg,
         min_replica_size=1,
         state_dict=held.state,  # called on a thread, while the next step runs
         load_state_dict=held.load,  # called by should_commit()
@@ -121,7 +135,7 @@ def main() -> None:
         hostname="127.0.0.1",
         init_sync=False,  # equal already
     )
-    set_replicas(model, Torchft(manager))
+    set_replicas(model, Torchft(manager, pg))
 
     log = open(options.out / f"group-{options.group}-rank-{rank}.jsonl", "a", buffering=1)
     print(json.dumps({"pid": os.getpid()}), file=log)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,9 @@ import pytest
 import torch
 from torchft.coordination import LighthouseServer
 
+from benchmarks.faults import elastic_groups
+from benchmarks.faults.fault import Settings
+from benchmarks.faults.systems import OURS, SYSTEMS
 from tests.harness import ROOT
 
 EXAMPLE = ROOT / "examples/elastic.py"
@@ -186,3 +190,11 @@ def test_one_killed_rank_ends_its_group_in_seconds_and_the_other_goes_on(jobs: J
     took_part = jobs.took_part()
     assert took_part[-1] == {0}
     assert_equal(torch.load(jobs.folder / "group-0.pt"), unsharded(took_part), 1e-12)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("run", [elastic_groups.groups_die, elastic_groups.ranks_die])
+def test_of_three_groups_two_go_on_when_the_third_dies_at_a_collective(run: Callable[..., Any], tmp_path: Path):
+    verdict = run(SYSTEMS[OURS], Settings(quick=True, steps=0, seed=0, folder=tmp_path), torchft=True)
+    assert verdict.is_kept, verdict.text
+    assert re.search(r"after (\d) of \1 kills the others went on", verdict.text), verdict.text
