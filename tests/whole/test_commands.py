@@ -197,6 +197,7 @@ REASONS = {  # commands that do not run here
     r"make demo": f"{INSTALLS}; then it runs examples/train_gpt.py",
     r"make test": "tests/, by itself",
     r"make faults.*": "an hour; test_faults.py runs the quick form",
+    r"PYTHONPATH=. \S+/python -m benchmarks.faults .*": "needs torchft: tests_integration/test_elastic.py",
     r"torchrun --nnodes 2 .*": NODES,
     r"torchrun --standalone --nproc_per_node 8 train.py": NODES,
     r"(export|head_node=|srun) ?.*": NODES,
