@@ -48,7 +48,7 @@ class Jobs:
         }
 
     def _start(self, name: str, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
-        options = [f"--steps={STEPS}", "--seconds=0.1", f"--out={self.folder}"]
+        options = [f"--steps={STEPS}", "--seconds=0.25", f"--out={self.folder}"]
         with open(self.folder / f"{name}.said", "ab") as said:
             process = subprocess.Popen(
                 [sys.executable, *command, *options],
