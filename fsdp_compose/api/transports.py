@@ -79,6 +79,8 @@ def set_wire_formats(
     gathers, scatters, sums = map(_format, (all_gather, reduce_scatter, all_reduce))
 
     def wrap(transport: Transport, role: TransportRole) -> Transport:
+        if transport.num_ranks == 1:
+            return transport
         if role is TransportRole.SHARDS and (gathers or scatters):
             return Wire(transport, gathers, scatters)
         if role is TransportRole.REPLICAS and sums:
