@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose._torch import is_wrapper
-from fsdp_compose.comm.transport import Label, Transport, Work
+from fsdp_compose.comm.transport import Label, Transport, TransportRole, Work
 
 Clock = dict[int, int]
 
@@ -218,7 +218,7 @@ class Clocks(TorchDispatchMode):
             stream.capture = 0
         self.capture_number = 0
 
-    def transport(self, inner: Transport) -> Transport:
+    def transport(self, inner: Transport, _: TransportRole) -> Transport:
         """Collectives of ``inner`` on a stream of their own."""
         return _Clocked(inner, self)
 

@@ -107,7 +107,7 @@ def test_full_state_dicts_take_one_collective_for_each_flat_parameter():
     train(model, optimizer, 1)
     num_flat = len(_get_fsdp_handles(model))
     for handle in _get_fsdp_handles(model):
-        handle.change_transports(lambda item: Transport(item.group))  # as on other backends than gloo
+        handle.change_transports(lambda item, _: Transport(item.group))  # as on other backends than gloo
     for options in (FULL, FULL_ON_CPU):
         with CommDebugMode() as comm:
             state = get_model_state_dict(model, options=options)

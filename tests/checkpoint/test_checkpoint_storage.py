@@ -509,7 +509,7 @@ def check_that_flat_parameters_are_gathered_one_by_one(model: nn.Module, optimiz
 
     counts: list[int] = []
     for handle in _get_fsdp_handles(model):
-        handle.change_transports(lambda item: Transport(item.group))  # as on other backends than gloo
+        handle.change_transports(lambda item, _: Transport(item.group))  # as on other backends than gloo
     with pytest.MonkeyPatch.context() as counting:
         counting.setattr(gathering, "gather_flat", gather_flat)
         for cpu_offload in (False, True):

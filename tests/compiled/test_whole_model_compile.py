@@ -1047,7 +1047,7 @@ def test_numbers_of_captured_flat_parameters_tell_what_graphs_do():
 
     fp32 = torch.float32
     one = GatherPlan(
-        "0", None, 2, fp32, fp32, fp32, fp32, (4, 2), ((0, (2, 2)),), (True,), GradientForm.REDUCED, 1.0, True
+        "0", None, 2, fp32, fp32, fp32, fp32, (4, 2), ((0, (2, 2)),), (True,), GradientForm.REDUCED, 1.0, True, True
     )
     others = [dataclasses.replace(one, before=3.0), dataclasses.replace(one, reduce_dtype=torch.bfloat16)]
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processes:  # each numbers its first one

@@ -328,7 +328,7 @@ def test_describe():
     assert (report.optimizer, report.num_matrices, sum(report.owned)) == ("Matrixwise", 4, 4)
     notes = AllToAlls()
     for handle in _get_fsdp_handles(model):
-        handle.change_transports(lambda transport: Recorder(transport, notes))
+        handle.change_transports(lambda transport, _: Recorder(transport, notes))
     give_gradients([*model.items], 0)
     optimizer.step()
     assert (len(notes.nbytes), sum(notes.nbytes)) == (report.num_collectives, report.bytes_moved)

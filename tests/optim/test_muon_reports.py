@@ -56,7 +56,7 @@ def step_as_planned(nbytes: Sequence[int], sent: int) -> None:
     model = shard_layers(GPT())
     optimizer, notes = muon_of(model), AllToAlls()
     for handle in _get_fsdp_handles(model):
-        handle.change_transports(lambda transport: Recorder(transport, notes))
+        handle.change_transports(lambda transport, _: Recorder(transport, notes))
     for batch in batches(2):
         gpt_loss(model, local_part(batch)).backward()
         notes.nbytes.clear()
