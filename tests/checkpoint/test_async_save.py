@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,40 +36,13 @@ from fsdp_compose.checkpoint.folders import (
 from fsdp_compose.comm import known_for
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError, RankLostError, RanksDifferError
 from tests.checkpoint.states import adamw, assert_equal, build, set_state, shared_folder, snapshot, state_of, train
+from tests.forked_writers import fork_writers
 from tests.harness import ROOT, distributed, run_forked, same_on_every_rank
 from tests.models import shard_layers
 
 SHORT = timedelta(seconds=3)
 
-# An interpreter that begins takes seconds to import torch, longer than most of what is tried here. So ranks fork their
-# writers from a process that has; the trainers below start theirs as users do.
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload([writer.__name__])
-
-
-class ForkedWriter:
-    """What ``Popen`` has of a process."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self._process = _forks.Process(target=_write, args=(channel,))
-        self._process.start()
-        self.pid, self.kill = self._process.pid, self._process.kill
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("writer", timeout or 0)
-
-
-def _write(channel: socket.socket) -> None:
-    os.setsid()
-    writer.main(channel.detach())
-
-
-background.start_writer = ForkedWriter  # type: ignore[assignment]
+fork_writers()  # the trainers below start theirs as users do
 
 
 def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:

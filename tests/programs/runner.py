@@ -41,6 +41,7 @@ from fsdp_compose.checkpoint import (
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.flat.flat_param import handle_of
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
+from tests.forked_writers import fork_writers
 from tests.harness import lasting_groups
 from tests.observed_hooks import ObservedHooks
 
@@ -397,6 +398,7 @@ class Runner:
         state = {"model": model, "optimizer": optimizer}
         expected, self.num_saves = copy.deepcopy(state), self.num_saves + 1
         path = self.folder / f"save-{self.num_saves}"
+        fork_writers()
         if self.rank == 0:  # a program that was interrupted has left it
             shutil.rmtree(path, ignore_errors=True)
         dist.barrier()
@@ -415,6 +417,8 @@ class Runner:
             got = found.get(where)
             pair = [item.to_local() if isinstance(item, DTensor) else item for item in (got, want)]
             is_tensor = isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor)
+            if got is None and isinstance(want, torch.Tensor) and not pair[1].any() and "['state']" in where:
+                continue  # what no step has made yet is not saved
             if not (torch.equal(*pair) if is_tensor else got == want):
                 self.differences.append(f"{what}: {where} in {path.name} is {got}, there was {want} at the call")
         dist.barrier()
