@@ -74,18 +74,18 @@ OF_TORCH = ("checkpoint", "parity", "drop_in", "private_torch", "requirements", 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tenth", type=int, help="0 to 9: of the tests that depend on torch least, this tenth alone")
+    parser.addoption("--thirtieth", type=int, help="0 to 29: of the tests that depend on torch least, this part alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tenth = config.getoption("--tenth")
-    if tenth is not None:
-        left = [item for item in items if not _is_in_tenth(item, tenth)]
+    part = config.getoption("--thirtieth")
+    if part is not None:
+        left = [item for item in items if not _is_in_part(item, part)]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
     place = {f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
-def _is_in_tenth(item: pytest.Item, tenth: int) -> bool:
-    return any(word in item.path.name for word in OF_TORCH) or zlib.crc32(item.nodeid.encode()) % 10 == tenth
+def _is_in_part(item: pytest.Item, part: int) -> bool:
+    return any(word in item.path.name for word in OF_TORCH) or zlib.crc32(item.nodeid.encode()) % 30 == part
