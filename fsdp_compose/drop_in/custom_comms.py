@@ -46,10 +46,10 @@ class CustomComms(TransportWrapper):
             return self.inner.reduce_scatter(shard, whole, is_average, label)
         comm = self.comms[REDUCE]
         given = comm.allocate((whole.numel(),), dtype=whole.dtype, device=whole.device).copy_(whole)
-        output = comm.allocate((shard.numel(),), dtype=shard.dtype, device=shard.device)
+        output = comm.allocate((shard.numel(),), dtype=shard.dtype, device=whole.device)
         op = dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM
         work = comm(output_tensor=output, input_tensor=given, group=self.group, op=op)
-        return finish_with(work or _DONE, shard.device, lambda: shard.copy_(output), given)
+        return finish_with(work or _DONE, whole.device, lambda: shard.copy_(output), given)
 
 
 class _Done:
