@@ -48,12 +48,18 @@ class WireFormat(ABC):
 
         Args:
             source: 1-D, contiguous, a floating dtype. Not to be written to.
-            packed: 1-D, of dtype uint8 and ``nbytes(source.numel())`` long, aligned to ``ALIGNMENT`` bytes.
+            packed: 1-D, of dtype uint8 and ``nbytes(source.numel())`` long, aligned to 16 bytes.
         """
 
     @abstractmethod
     def decode(self, packed: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
-        """Write the elements of ``packed`` to ``out``, which may have another dtype than the source, or add them."""
+        """Write the elements of ``packed`` to ``out``, or add them.
+
+        Args:
+            packed: as ``encode`` has filled it, on this rank or another one.
+            out: 1-D, contiguous, as long as the source; any floating dtype. Sums are fp32 or wider.
+            adds: add to what ``out`` holds, instead of overwriting it.
+        """
 
 
 class Bfloat16(WireFormat):
