@@ -62,7 +62,7 @@ def test_replica_groups_go_on_when_one_is_killed_before_during_and_after_its_col
 
 
 def logs(**changed: list[list[float]]) -> dict[tuple[int, int], list[list[float]]]:
-    """The logs of groups 0 and 2, after group 1 was lost in step 2. ``changed``: other logs, by ``group0_rank1`` etc."""
+    """The logs of groups 0 and 2, when group 1 was lost in step 2. ``changed``: others, such as ``group0_rank1``."""
     usual = [[step, True, 3 if step < 2 else 2, float(step)] for step in range(elastic_groups.STEPS)]
     places = [(group, rank) for group in (0, 2) for rank in range(2)]
     return {(group, rank): changed.get(f"group{group}_rank{rank}", usual) for group, rank in places}
