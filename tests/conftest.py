@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Generator
+from multiprocessing.util import Finalize
 
 import pytest
 from hypothesis import settings
@@ -13,6 +16,10 @@ from tests import harness
 # No name is asked of a server: a store asks for that of each client, which is on this machine, and where an answer is
 # lost every rank waits five seconds for it.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+# What tests leave there, on every rank, is removed at the end of this process, after the folder of multiprocessing.
+tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fsdp_compose_tests_")
+Finalize(None, shutil.rmtree, args=(tempfile.tempdir, True), exitpriority=-200)
 
 # A deadline per example measures the machine, not the code; CI must not fail on a new example.
 settings.register_profile("dev", deadline=None)

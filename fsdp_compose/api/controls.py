@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..group import BoundToModule, Root, _FSDPState, get_state, states_to_run
+from ..group import BoundToModule, Root, _FSDPState, get_state, own_state, states_for
 from ..runtime import (
     enter_alone,
     post_forward,
@@ -70,7 +70,7 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
     Raises:
         ValueError: ``fully_shard`` was not called on ``module``.
     """
-    state = _own_state(module, "unshard")
+    state = own_state(module, "unshard")
     if until_reshard and state.options.is_optional:
         raise MisuseError(
             f"unshard(until_reshard=True): the fully_shard group {state.name} is optional: it is gathered only on the "
@@ -112,7 +112,7 @@ def sync_optional_groups(module: nn.Module) -> None:
         ValueError: ``fully_shard`` was not called on ``module``.
         RuntimeError: the ranks are at different points; another rank raised or did not arrive.
     """
-    root = _own_state(module, "sync_optional_groups").root
+    root = own_state(module, "sync_optional_groups").root
     if root is not None and (root.forward.depth or root.backward is not None):
         root.scheduler.serve_peers(root)
 
@@ -124,7 +124,7 @@ def reshard(module: nn.Module) -> None:
         ValueError: ``fully_shard`` was not called on ``module``.
         RuntimeError: a forward or backward of the group is running.
     """
-    state = _own_state(module, "reshard")
+    state = own_state(module, "reshard")
     if state.progress.running_forwards or state.backward.active_uses:
         raise MisuseRuntimeError(f"reshard(): a forward or backward of the fully_shard group {state.name} is running")
     state.set_options(is_held=False)
@@ -165,7 +165,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
     # An outer context keeps the others.
-    states = [state for state in _states(module, "keep_unsharded") if not state.options.keeps_unsharded]
+    states = [state for state in states_for(module, "keep_unsharded") if not state.options.keeps_unsharded]
     for state in states:
         state.set_options(keeps_unsharded=True)
     try:
@@ -195,7 +195,7 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
     Raises:
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    for state in _states(module, "set_requires_gradient_sync", recurse):
+    for state in states_for(module, "set_requires_gradient_sync", recurse):
         state.set_options(requires_gradient_sync=requires_gradient_sync)
 
 
@@ -284,7 +284,7 @@ def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurs
     Raises:
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    for state in _states(module, "set_functional_mode", recurse):
+    for state in states_for(module, "set_functional_mode", recurse):
         state.set_options(is_functional=is_functional)
 
 
@@ -474,7 +474,7 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, rec
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
     _check_flag("set_requires_all_reduce", requires_all_reduce)
-    for state in _states(module, "set_requires_all_reduce", recurse):
+    for state in states_for(module, "set_requires_all_reduce", recurse):
         state.set_options(requires_all_reduce=requires_all_reduce)
 
 
@@ -498,7 +498,7 @@ def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurs
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
     _check_flag("set_keep_unsharded_storage", keeps_storage)
-    states = _states(module, "set_keep_unsharded_storage", recurse)
+    states = states_for(module, "set_keep_unsharded_storage", recurse)
     for handle in [handle for state in states for handle in state._handles]:
         gathered_by = handle.kind.codec.gathered_by
         if keeps_storage and gathered_by is not None:
@@ -518,13 +518,13 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
     _check_flag("set_is_last_backward", is_last_backward)
-    _states(module, "set_is_last_backward", recurse)
+    states_for(module, "set_is_last_backward", recurse)
 
 
 def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: bool) -> None:
     if not isinstance(value, int):  # a bool is an int
         raise MisuseTypeError(f"set_{option}(): expected True, False or a number of ranks, got {value!r}")
-    states = _states(module, f"set_{option}", recurse)
+    states = states_for(module, f"set_{option}", recurse)
     for state in states:
         made_with = state.mesh.part_size
         if not isinstance(value, bool) and value != made_with:
@@ -543,14 +543,14 @@ def _check_flag(call: str, flag: object) -> None:
 
 
 def _set_reduction(call: str, module: nn.Module, recurse: bool, **changes: Any) -> None:
-    for state in _states(module, call, recurse):
+    for state in states_for(module, call, recurse):
         state.set_options(reduction=replace(state.options.reduction, **changes))
 
 
 def _set_prefetch(call: str, option: str, module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
-    state = _own_state(module, call)
+    state = own_state(module, call)
     for item in modules or ():
-        _own_state(item, call)
+        own_state(item, call)
     # Weak: a model is freed with its last reference.
     refs = None if modules is None else tuple([weakref.ref(item) for item in modules])
     state.set_options(**{option: refs})
@@ -559,7 +559,7 @@ def _set_prefetch(call: str, option: str, module: nn.Module, modules: Sequence[n
 @contextmanager
 def _option_within(call: str, module: nn.Module, name: str, value: bool) -> Iterator[None]:
     """Set an option of all groups below ``module``, and restore it at the end of the context."""
-    before = [(state, getattr(state.options, name)) for state in _states(module, call)]
+    before = [(state, getattr(state.options, name)) for state in states_for(module, call)]
     try:
         for state, _ in before:
             state.set_options(**{name: value})
@@ -569,33 +569,9 @@ def _option_within(call: str, module: nn.Module, name: str, value: bool) -> Iter
             state.set_options(**{name: was})
 
 
-def _own_state(module: nn.Module, call: str) -> _FSDPState:
-    state = get_state(module) if isinstance(module, nn.Module) else None
-    if state is None:
-        raise MisuseError(f"{call}(): fully_shard() was not called on this {type(module).__name__}")
-    return state
-
-
 def _roots_of(module: nn.Module) -> list[Root]:
-    states = _states(module, "reduce_gradients")
+    states = states_for(module, "reduce_gradients")
     return list(dict.fromkeys(state.root for state in states if state.root is not None))
-
-
-def _states(module: nn.Module, call: str, recurse: bool = True) -> list[_FSDPState]:
-    """The groups that ``call`` is about.
-
-    Raises:
-        ValueError: there are none, so the call would do nothing.
-    """
-    if not recurse:
-        return [_own_state(module, call)]
-    states = [state for state, _ in states_to_run(module)] if isinstance(module, nn.Module) else []
-    if not states:
-        raise MisuseError(
-            f"{call}(): there is no fully_shard group below this {type(module).__name__}: pass a module that "
-            "fully_shard() was called on, or one that contains such modules"
-        )
-    return states
 
 
 # ---- Methods other than ``forward`` that use a sharded module's parameters: ``generate``, ``encode``, ...

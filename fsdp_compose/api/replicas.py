@@ -12,9 +12,10 @@ from .._torch import local_tensor
 from ..comm import Replicas, as_transferable, check_mesh, meet, noticing_loss
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, local_elements, plain_tensor
-from ..group import Kind, _FSDPState, _get_fsdp_states, states_to_run, widest_mesh
+from ..group import Kind, _FSDPState, _get_fsdp_states, states_for, widest_mesh
 from ..ragged import note_write_of_all_ranks
 from ..runtime import optional_replicas_error
+from .transports import change_meshes, refuse_unless_between_iterations
 
 
 def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
@@ -96,12 +97,7 @@ def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
             raise MisuseTypeError(
                 f"set_replicas(): a {type(replicas).__name__} has no method {method}(): see fsdp_compose.Replicas"
             )
-    states = [state for state, _ in states_to_run(module)] if isinstance(module, nn.Module) else []
-    if not states:
-        raise MisuseError(
-            f"set_replicas(): there is no fully_shard group below this {type(module).__name__}: call fully_shard() "
-            "first"
-        )
+    states = states_for(module, "set_replicas")
     for state in states:
         _refuse_own_replicas(state)
         if state.root is not None and not {*state.root.live_states()} <= {*states}:
@@ -109,12 +105,7 @@ def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
                 f"set_replicas(): the model of the fully_shard group {state.name} has groups outside of this "
                 f"{type(module).__name__}: call it on the root"
             )
-    meshes = [mesh for state in states for mesh in (state.mesh, *[handle.mesh for handle in state._handles])]
-    changed = {id(mesh): mesh.with_replicas(replicas) for mesh in meshes}  # one object for equal ones, as before
-    for state in states:
-        state.mesh = changed[id(state.mesh)]
-        for handle in state._handles:
-            handle.run_on(changed[id(handle.mesh)])
+    change_meshes(states, lambda mesh: mesh.with_replicas(replicas))
     for root in {state.root: None for state in states if state.root is not None}:
         state = root.live_states()[0]  # so that ranks which have not called this differ
         root.order.entries.append(state.log.note(Kind.REPLICAS, str(replicas is None)))
@@ -129,16 +120,7 @@ def _refuse_own_replicas(state: _FSDPState) -> None:
             f"set_replicas(): the fully_shard group {name} is on a mesh with replicas of its own, (replicate, shard), "
             "or comes from replicate(): shard it over a mesh with one dimension, whose ranks are one replica group"
         )
-    if state.persistent.captured is not None:
-        raise MisuseError(
-            f"set_replicas(): graphs of torch.compile contain the fully_shard group {name}: call it before compiled "
-            "code runs"
-        )
-    if state.is_busy or state.progress.awaiting_backward:
-        raise MisuseRuntimeError(
-            f"set_replicas(): a forward or backward of the fully_shard group {name} is running or still to come: call "
-            "it between iterations"
-        )
+    refuse_unless_between_iterations("set_replicas", state)
     if any([handle.pending_gradients.accumulation is not None for handle in state._handles]):
         raise MisuseRuntimeError(
             f"set_replicas(): gradients of the fully_shard group {name} are accumulated and not reduced yet: call it "

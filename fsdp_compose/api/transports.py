@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch.nn as nn
 
-from ..comm import Bfloat16, Int8, Transport, TransportRole, Wire, WireFormat
+from ..comm import Bfloat16, DataParallelMesh, Int8, Transport, TransportRole, Wire, WireFormat
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..group import Kind, _FSDPState, get_state, states_to_run
+from ..group import Kind, _FSDPState, states_for
 
 FORMATS: dict[str, Callable[[], WireFormat]] = {"bf16": Bfloat16, "int8": Int8}
 
@@ -109,36 +109,30 @@ _Wrap = Callable[[Transport, TransportRole], Transport]
 
 
 def _change(call: str, module: nn.Module, wrap: _Wrap | None, recurse: bool) -> None:
-    states = _states(call, module, recurse)
+    states = states_for(module, call, recurse)
     for state in states:
-        _refuse(call, state)
+        refuse_unless_between_iterations(call, state)
     change = _checked(call, wrap)
-    # Those of the group too: ties give it new flat parameters at the first forward.
-    meshes = [mesh for state in states for mesh in (state.mesh, *[handle.mesh for handle in state._handles])]
-    changed = {id(mesh): mesh.with_transports(change) for mesh in meshes}  # one object for equal ones, as before
+    change_meshes(states, lambda mesh: mesh.with_transports(change))
     for state in states:
-        state.mesh = changed[id(state.mesh)]
-        for handle in state._handles:
-            handle.run_on(changed[id(handle.mesh)])
         if state.root is not None:
             names = str(state.mesh.transport_names())
             state.root.order.entries.append(state.log.note(Kind.TRANSPORTS, f"{state.name}{names}"))
 
 
-def _states(call: str, module: nn.Module, recurse: bool) -> list[_FSDPState]:
-    states = []
-    if isinstance(module, nn.Module):
-        own = get_state(module)
-        states = [state for state, _ in states_to_run(module)] if recurse else [own] if own is not None else []
-    if not states:
-        raise MisuseError(
-            f"{call}(): there is no fully_shard group {'at or below' if recurse else 'of'} this "
-            f"{type(module).__name__}: call fully_shard() first"
-        )
-    return states
+def change_meshes(states: list[_FSDPState], change: Callable[[DataParallelMesh], DataParallelMesh]) -> None:
+    """Let ``states`` and their flat parameters run on ``change(mesh)``, from the next collective on."""
+    # Those of the group too: ties give it new flat parameters at the first forward.
+    meshes = [mesh for state in states for mesh in (state.mesh, *[handle.mesh for handle in state._handles])]
+    changed = {id(mesh): change(mesh) for mesh in meshes}  # one object for equal ones, as before
+    for state in states:
+        state.mesh = changed[id(state.mesh)]
+        for handle in state._handles:
+            handle.run_on(changed[id(handle.mesh)])
 
 
-def _refuse(call: str, state: _FSDPState) -> None:
+def refuse_unless_between_iterations(call: str, state: _FSDPState) -> None:
+    """Raise if collectives of ``state`` are under way, or if compiled graphs contain them as they are now."""
     if state.persistent.captured is not None:
         raise MisuseError(
             f"{call}(): graphs of torch.compile contain the fully_shard group {state.name}: call it before compiled "

@@ -100,11 +100,13 @@ from .registry import get_state as get_state
 from .registry import group_modules as group_modules
 from .registry import managed_parameters as managed_parameters
 from .registry import modules_to_run as modules_to_run
+from .registry import own_state as own_state
 from .registry import partition as partition
 from .registry import prepare_swap as prepare_swap
 from .registry import register_state as register_state
 from .registry import roots_together as roots_together
 from .registry import state_of_hooked as state_of_hooked
+from .registry import states_for as states_for
 from .registry import states_to_run as states_to_run
 from .registry import ties_with_other_groups as ties_with_other_groups
 from .registry import unsharded_tensors as unsharded_tensors

@@ -100,6 +100,31 @@ def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
     return list(found.items())
 
 
+def own_state(module: nn.Module, call: str) -> _FSDPState:
+    """The group of ``module`` itself; a ``ValueError`` naming ``call`` if it has none."""
+    state = get_state(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise MisuseError(f"{call}(): fully_shard() was not called on this {type(module).__name__}")
+    return state
+
+
+def states_for(module: nn.Module, call: str, recurse: bool = True) -> list[_FSDPState]:
+    """The groups that ``call`` is about.
+
+    Raises:
+        ValueError: there are none, so the call would do nothing.
+    """
+    if not recurse:
+        return [own_state(module, call)]
+    states = [state for state, _ in states_to_run(module)] if isinstance(module, nn.Module) else []
+    if not states:
+        raise MisuseError(
+            f"{call}(): there is no fully_shard group below this {type(module).__name__}: pass a module that "
+            "fully_shard() was called on, or one that contains such modules"
+        )
+    return states
+
+
 def modules_to_run(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module under ``module`` with its name, except those of an incompatible API (torch's ``replicate``)."""
     names = {submodule: name for name, submodule in module.named_modules()}

@@ -350,23 +350,25 @@ def test_memory_of_unsharded_parameters_stays_where_it_is(copied):
 
 # ---- controls of what is not sharded
 
-VALUES = {
-    "set_requires_gradient_sync": False,
-    "set_functional_mode": True,
-    "set_reshard_after_forward": True,
-    "set_reshard_after_backward": True,
-    "set_gradient_divide_factor": 2.0,
-    "set_force_sum_reduction_for_comms": True,
-    "set_post_reduction_hook": None,
-    "set_all_reduce_hook": None,
-    "set_requires_all_reduce": False,
-    "set_keep_unsharded_storage": True,
-    "set_is_last_backward": True,
+VALUES: dict[str, tuple[Any, ...]] = {
+    "set_requires_gradient_sync": (False,),
+    "set_functional_mode": (True,),
+    "set_reshard_after_forward": (True,),
+    "set_reshard_after_backward": (True,),
+    "set_gradient_divide_factor": (2.0,),
+    "set_force_sum_reduction_for_comms": (True,),
+    "set_post_reduction_hook": (None,),
+    "set_all_reduce_hook": (None,),
+    "set_requires_all_reduce": (False,),
+    "set_keep_unsharded_storage": (True,),
+    "set_is_last_backward": (True,),
+    "set_transport": (None,),
+    "set_wire_formats": (),
 }
-WITHOUT_RECURSE = {
-    "set_modules_to_forward_prefetch": [],
-    "set_modules_to_backward_prefetch": [],
-    "set_replicas": None,
+WITHOUT_RECURSE: dict[str, tuple[Any, ...]] = {
+    "set_modules_to_forward_prefetch": ([],),
+    "set_modules_to_backward_prefetch": ([],),
+    "set_replicas": (None,),
 }
 CONTEXTS = ("no_sync", "keep_unsharded", "functional_mode")
 CALLS = ("reduce_gradients", "unshard", "reshard", "sync_optional_groups")
@@ -385,7 +387,7 @@ def call(name: str, module: Any) -> None:
     elif name in CALLS:
         control(module)
     else:
-        control(module, {**VALUES, **WITHOUT_RECURSE}[name])
+        control(module, *{**VALUES, **WITHOUT_RECURSE}[name])
 
 
 @pytest.mark.parametrize("target", UNSHARDED)
@@ -399,7 +401,7 @@ def test_a_control_of_what_is_not_sharded_raises(name, target):
             call(name, module)
         for flag in (True, False) if name in VALUES else ():
             with pytest.raises(ValueError, match=rf"{own}\(\): .* this {type(module).__name__}"):
-                getattr(fsdp_compose, name)(module, VALUES[name], recurse=flag)
+                getattr(fsdp_compose, name)(module, *VALUES[name], recurse=flag)
 
 
 def test_the_list_of_controls_above_is_complete():
