@@ -55,6 +55,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _types_of_cli
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only as _tree_map_only
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -64,6 +65,7 @@ __all__ = [
     "DispatchMode",
     "IncompatibleKeys",
     "PlainAttributes",
+    "Shown",
     "StorageInfo",
     "TensorMeta",
     "WorkOfGraph",
@@ -114,6 +116,7 @@ __all__ = [
     "is_destroyed",
     "is_gloo_connection_closed",
     "is_in_functional_call",
+    "is_listened_to",
     "is_part_of_multi_grad_hook",
     "is_profiling",
     "is_swapping_tensors",
@@ -508,6 +511,35 @@ def is_swapping_tensors() -> bool:
 
 # Whether a profiler runs that takes ranges (``torch.profiler.record_function``).
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+def is_listened_to() -> bool:
+    """Whether somebody counts the operators that are called: a dispatch mode (``CommDebugMode``), or a profiler."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._autograd._profiler_enabled()
+
+
+class Shown(torch.Tensor):
+    """Stands for ``tensor`` in a call of ``torch.distributed`` that dispatch modes and profilers see, and that does
+    nothing: a collective of such tensors is done at once. Everything else works on ``tensor``."""
+
+    tensor: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor) -> Shown:
+        make = torch.Tensor._make_wrapper_subclass
+        shown: Shown = make(cls, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        shown.tensor = tensor
+        return shown
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            done = _c10d.FakeWork().boxed()
+            return done if len(func._schema.returns) == 1 else (args[0], done)
+        args, kwargs = _tree_map_only(Shown, lambda shown: shown.tensor, (args, kwargs or {}))
+        return _tree_map_only(torch.Tensor, Shown, func(*args, **kwargs))
 
 
 def storage_use_counter(storage: torch.UntypedStorage) -> Callable[[], int]:

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -436,6 +437,29 @@ def test_is_profiling():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert _torch.is_profiling()
     assert not _torch.is_profiling()
+
+
+def test_is_listened_to():
+    assert not _torch.is_listened_to()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.is_listened_to()
+    with CommDebugMode():
+        assert _torch.is_listened_to()
+    assert not _torch.is_listened_to()
+
+
+@distributed(world_size=2)
+def test_Shown():
+    shown = _torch.Shown(torch.ones(2))
+    whole = _torch.Shown(torch.zeros(4))
+    with CommDebugMode() as communication:
+        dist.all_gather_into_tensor(whole, shown)  # one rank alone may call it
+        assert communication.get_total_counts() == 1
+        if dist.get_rank() == 0:
+            dist.all_reduce(whole)
+    assert communication.get_total_counts() == 2 - dist.get_rank()
+    assert not whole.tensor.any()
+    assert (shown + 1).tensor.tolist() == [2, 2] and shown.view(torch.int32).tensor.dtype == torch.int32
 
 
 def test_in_transform():

@@ -4,7 +4,8 @@ gloo's own all-gather and reduce-scatter copy everything through a buffer as lar
 they belong, or next to what they are added to, and are faster (``benchmarks/transport.py``). If all ranks are on one
 machine, longer sums go through shared memory (``shared_memory``).
 
-A tag ties each message to its collective (``journal``).
+A tag ties each message to its collective (``journal``). While somebody counts torch's operators, the operator that the
+messages replace is called besides, for show.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .._torch import group_timeout_reader, has_closed, has_gloo_on_cpu, stop_waiting_for
+from .._torch import Shown, group_timeout_reader, has_closed, has_gloo_on_cpu, is_listened_to, stop_waiting_for
 from .context import kept_for
 from .failure import TIMEOUT_ENV, failure_of, give_up, gone, limit_of, look_regularly, loss
 from .journal import difference_of, journal_of
@@ -106,6 +107,8 @@ class Messages(Transport):
         return limit_of(self.group) if os.environ.get(TIMEOUT_ENV) else self._timeout()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        if is_listened_to():
+            super().all_gather(Shown(whole), Shown(shard), label)
         numel = shard.numel()
         flight = _InFlight(self, self._journal.enter(ALL_GATHER, label, shard.nbytes))
         received = [(rank, whole[rank * numel : rank * numel + numel]) for rank in self._peers]
@@ -116,6 +119,8 @@ class Messages(Transport):
         return flight
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        if is_listened_to():
+            super().reduce_scatter(Shown(shard), Shown(whole), is_average, label)
         shared = self._shared_for(whole.nbytes, label)
         flight = _Sum(self, self._journal.enter(REDUCE_SCATTER, label, whole.nbytes), shared)
         parts = [*whole.chunk(self.group.size())]
@@ -124,6 +129,8 @@ class Messages(Transport):
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         """With two ranks, or a short tensor, each rank sends everything to every other. Otherwise each rank sums up one
         part, and sends the sum to every other."""
+        if is_listened_to():
+            super().all_reduce(Shown(tensor), is_average, label)
         # No faster than gloo's own, but gloo's aborts the processes when ranks disagree.
         journal, size, shared = self._journal, self.group.size(), self._shared_for(tensor.nbytes, label)
         flight = _Sum(self, journal.enter(ALL_REDUCE, label, tensor.nbytes), shared, self._memory)
@@ -143,6 +150,8 @@ class Messages(Transport):
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
     ) -> None:
         received = []
+        if whole is not None and is_everywhere and is_listened_to():
+            super().all_gather(Shown(whole), Shown(part), label)
         if whole is not None:
             received = [(rank, whole[start:stop]) for rank, (start, stop) in enumerate(ranges) if rank != self._rank]
             whole[slice(*ranges[self._rank])] = part
@@ -159,6 +168,8 @@ class Messages(Transport):
         num_moved: int,
         label: Label,
     ) -> Work:
+        if is_listened_to():
+            super().all_to_all(Shown(received), Shown(sent), received_sizes, sent_sizes, num_moved, label)
         flight = _InFlight(self, self._journal.enter(ALL_TO_ALL, label, num_moved * sent.element_size()))
         flight.issue(enumerate(received.split([*received_sizes])), enumerate(sent.split([*sent_sizes])))
         return flight
