@@ -32,6 +32,8 @@ from systems import FSDP1, FSDP2, OURS, PLAIN, PRECISIONS, wrap
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RESHARDING = {"default": True, "never": False}
+LIMITS = ("2 groups", "1 group")  # limit_unsharded_bytes
+LIMITED_GOAL = 0.8  # a training step with a limit of 2 groups, to FSDP2's
 FORWARD_GOAL, STEP_GOAL = 0.75, 1.0
 MIB = 2**20
 
@@ -93,7 +95,9 @@ class Row:
 
 def peaks(base: GPT, system: str, precision: str, resharding: str, tokens: torch.Tensor) -> tuple[int, int, int]:
     """The peak of a forward without gradients, the peak of a training step, and what that step leaves allocated."""
-    model = wrap(copy.deepcopy(base), system, PRECISIONS[precision], RESHARDING[resharding])
+    system, _, limit = system.partition(", ")
+    of_root = {"limit_unsharded_bytes": limit} if limit else {}
+    model = wrap(copy.deepcopy(base), system, PRECISIONS[precision], RESHARDING[resharding], **of_root)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
 
     def step() -> None:
@@ -126,8 +130,8 @@ def measure(base: GPT, tokens: torch.Tensor, world_size: int, precisions: Iterab
         block_bytes = block_numel * (PRECISIONS[precision].param_dtype or torch.float32).itemsize
         for resharding in RESHARDING:
             counted = {}
-            for system in (PLAIN, FSDP1, FSDP2, OURS):
-                if system != PLAIN or resharding == "default":
+            for system in (PLAIN, FSDP1, FSDP2, OURS, *[f"{OURS}, {limit}" for limit in LIMITS]):
+                if system in (FSDP1, FSDP2, OURS) or resharding == "default":
                     counted[system] = peaks(base, system, precision, resharding, tokens)
             for system, (forward, step, left) in counted.items():
                 reference = counted[FSDP2]
@@ -170,7 +174,8 @@ def main() -> None:
     print(
         f"Peak of allocated bytes above the start; {options.world} ranks, {options.blocks} blocks of width "
         f"{options.width} ({block:.1f} MiB each in fp32), {options.tokens} tokens.\n"
-        f"Goals, to FSDP2: forward <= {FORWARD_GOAL}, training step <= {STEP_GOAL}. 'In blocks': of the gathered "
+        f"Goals, to FSDP2: forward <= {FORWARD_GOAL}, training step <= {STEP_GOAL} ({LIMITED_GOAL} with a "
+        "limit of 2 groups). 'In blocks': of the gathered "
         "dtype.\n"
     )
     settings = {name: getattr(options, name) for name in ("world", "width", "blocks", "tokens")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,13 +103,16 @@ def lay_out(layout: str) -> None:
     _layout[0] = layout
 
 
-def wrap(model: nn.Module, system: str, precision: Precision = PRECISIONS["fp32"], reshard: bool = True) -> nn.Module:
+def wrap(
+    model: nn.Module, system: str, precision: Precision = PRECISIONS["fp32"], reshard: bool = True, **of_root: Any
+) -> nn.Module:
     """Put ``model`` under ``system``, on the device where it is.
 
     Args:
         system: ``PLAIN``, ``DDP``, ``FSDP1``, ``FSDP2``, ``OURS``, or one of the two that replicate.
         reshard: free the gathered parameters between forward and backward: blocks, not the root, which every system
             keeps by default. ``False``: free nothing.
+        of_root: more arguments for the root's ``fully_shard``.
     """
     if _layout[0] == TENSOR_MESH:
         plan = {"expand": ColwiseParallel(), "contract": RowwiseParallel()}
@@ -128,7 +132,7 @@ def wrap(model: nn.Module, system: str, precision: Precision = PRECISIONS["fp32"
         return replicate(model, mp_policy=policy)
     if system == FSDP1:
         return _fsdp1(model, precision, use_orig_params=True, reshard=reshard)
-    return _fully_shard_each_block(model, LIBRARIES[system], precision, reshard)
+    return _fully_shard_each_block(model, LIBRARIES[system], precision, reshard, **of_root)
 
 
 LIBRARIES = {FSDP2: torch_fsdp, OURS: fsdp_compose}
@@ -151,7 +155,9 @@ def _fsdp1(model: nn.Module, precision: Precision, use_orig_params: bool, reshar
     )
 
 
-def _fully_shard_each_block(model: nn.Module, library: object, precision: Precision, reshard: bool = True) -> nn.Module:
+def _fully_shard_each_block(
+    model: nn.Module, library: object, precision: Precision, reshard: bool = True, **of_root: Any
+) -> nn.Module:
     """FSDP2 and fsdp_compose have one interface: ``library`` is the module it is taken from."""
     device_type = next(model.parameters()).device.type
     if _layout[0] == FLAT_MESH:
@@ -164,7 +170,7 @@ def _fully_shard_each_block(model: nn.Module, library: object, precision: Precis
     after_forward = None if reshard else False
     for block in model.blocks:
         library.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
-    return library.fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
+    return library.fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward, **of_root)
 
 
 _meshes: dict[tuple[str, int, tuple[str, str]], DeviceMesh] = {}

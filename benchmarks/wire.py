@@ -116,7 +116,7 @@ class Link:
 
 
 class Throttled(TransportWrapper):
-    name, is_exact = "throttled", True
+    name = "throttled"
 
     def __init__(self, inner: Transport, link: Link) -> None:
         super().__init__(inner)

@@ -15,6 +15,7 @@ from . import errors as errors
 from . import strategies as strategies
 from . import sync as sync
 from .api import (
+    CheckpointedInputs,
     UnshardHandle,
     broadcast_replicas,
     compile,
@@ -22,6 +23,7 @@ from .api import (
     functional_mode,
     keep_unsharded,
     no_sync,
+    offload_checkpointed_inputs,
     offload_model,
     onload_model,
     plan,
@@ -75,6 +77,7 @@ __version__ = "0.3.0"
 __all__ = [
     "CPUOffloadPolicy",
     "CheckpointDamagedError",
+    "CheckpointedInputs",
     "FSDPComposeError",
     "FSDPGroup",
     "MisuseError",
@@ -108,6 +111,7 @@ __all__ = [
     "functional_mode",
     "keep_unsharded",
     "no_sync",
+    "offload_checkpointed_inputs",
     "offload_model",
     "offload_optimizer_states",
     "onload_model",

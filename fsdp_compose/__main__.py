@@ -17,6 +17,7 @@ from torch import nn
 
 from .api import plan
 from .flat import MixedPrecisionPolicy
+from .group import bytes_of_limit
 from .inspect import check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
 from .optim import Muon, muon_groups
 
@@ -51,6 +52,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--loop", action="store_true", help="step the parameters one by one, as optimizers do by default on the CPU"
+    )
+    parser.add_argument(
+        "--limits", metavar="'1 group,4GiB'", help="values of limit_unsharded_bytes to compare: peak against overlap"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a memory chart: .png, .svg, .pdf")
@@ -104,8 +108,20 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
         "strategy": args.strategy,
         "batch": args.batch,
         "seq": args.seq,
+        "limits": [_limit_of(text.strip()) for text in (args.limits or "").split(",") if text.strip()],
         **_optimizer_of(args.optimizer, not args.loop),
     }
+
+
+def _limit_of(text: str) -> int | str:
+    number = text.rstrip("KMGiB")
+    if number.isdecimal() and text[len(number) :] in _UNITS:
+        return int(number) * _UNITS[text[len(number) :]]
+    bytes_of_limit(text)  # raises, unless it is a number of groups
+    return text
+
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def _optimizer_of(name: str, foreach: bool) -> dict[str, Any]:

@@ -35,7 +35,10 @@ from fsdp_compose._torch import is_wrapper
 from fsdp_compose.flat.flat_views import local_of
 
 _MAKERS = [
-    sys.modules[f"fsdp_compose.{name}"] for name in ("flat.shard_storage", "api.model_offload", "optim.state_offload")
+    sys.modules[f"fsdp_compose.{name}"]
+    for name in ("flat.shard_storage", "api.model_offload", "api.checkpointed_inputs", "optim.state_offload")
+]
+    for name in ("flat.shard_storage", "api.model_offload", "api.checkpointed_inputs", "optim.state_offload")
 ]
 IN, OUT = "host to device", "device to host"
 _COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy"}

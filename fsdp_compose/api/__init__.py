@@ -1,5 +1,7 @@
 """The public functions. Each checks its arguments and reports mistakes in the caller's terms."""
 
+from .checkpointed_inputs import CheckpointedInputs as CheckpointedInputs
+from .checkpointed_inputs import offload_checkpointed_inputs as offload_checkpointed_inputs
 from .compiling import compile as compile
 from .controls import UnshardHandle as UnshardHandle
 from .controls import functional_mode as functional_mode

@@ -36,7 +36,8 @@ def compile(target: nn.Module | _Function, *models: nn.Module, **options: Any) -
         itself.
 
     Raises:
-        ValueError: ``fully_shard`` was not called on one of the models, or no model is named.
+        ValueError: ``fully_shard`` was not called on one of the models, or with ``limit_unsharded_bytes``; or no model
+            is named.
 
     Ranks: all ranks of the meshes of ``models`` must call the result, as they call forward.
     """
@@ -44,10 +45,16 @@ def compile(target: nn.Module | _Function, *models: nn.Module, **options: Any) -
     if not roots:
         raise MisuseError("compile(): pass the sharded models that the function runs too: compile(step, model)")
     for root in roots:
-        if get_state(root) is None:
+        state = get_state(root)
+        if state is None:
             raise MisuseError(
                 f"compile(): fully_shard() was not called on this {type(root).__name__}: call fully_shard() on its "
                 "blocks, then on the model itself, before compile()"
+            )
+        if state.options.limit_unsharded_bytes is not None:
+            raise MisuseError(
+                f"compile(): this {type(root).__name__} has a limit_unsharded_bytes, and in a graph the compiler "
+                "places the all-gathers: compile block by block (block.compile()), or leave out the limit"
             )
 
     def call(*args: Any, **kwargs: Any) -> Any:  # a frame of its own, in which Dynamo traces the module's hooks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import MixedPrecisionPolicy
-from ..group import states_to_run
+from ..group import bytes_of_limit, states_for, states_to_run
 from ..inspect import LossOf, MakeOptimizer, OptimizerOf, Plan, advise, mesh_shape_of, simulate
 from .shard import fully_shard
 
@@ -34,6 +35,7 @@ def plan(
     seq: int | None = None,
     optimizer: MakeOptimizer | None = ADAMW,
     optimizer_of: OptimizerOf | None = None,
+    limits: Sequence[int | str] = (),
     note: Callable[[str], None] | None = None,
 ) -> Plan:
     """Estimate what a training step needs on one rank of many: memory by kind, collectives and padding, with advice.
@@ -62,6 +64,8 @@ def plan(
             than the CPU's loop.
         optimizer_of: makes the optimizer from the model, where a list of parameters does not say enough:
             ``lambda model: Muon(muon_groups(model))``. Replaces ``optimizer``.
+        limits: values of ``limit_unsharded_bytes`` to compare, for example ``["1 group", "2 groups"]``: the step is run
+            once more with each, for its peak and for how many collectives nothing overlaps then.
         note: called with a line of text about the progress.
 
     Returns:
@@ -88,10 +92,14 @@ def plan(
     make = optimizer_of
     if make is None and optimizer is not None:
         make = partial(_of_parameters, optimizer)
+    for limit in limits:
+        bytes_of_limit(limit)
     worlds = []
     for size, shape in zip(sizes, shapes, strict=True):
         build = partial(_build, factory, shape if mesh is not None else None, wrap, given, batch, seq)
-        worlds.append(advise(simulate(build, make, size, note or (lambda _: None))))
+        step = partial(simulate, make_optimizer=make, world_size=size, note=note or (lambda _: None))
+        limited = [step(partial(_with_limit, build, limit)).with_limit(limit) for limit in limits]
+        worlds.append(replace(advise(step(build)), limited=(*limited,)))
     return Plan(_name_of(optimizer_of or optimizer), "" if batch is None else f"{batch} x {seq} tokens", (*worlds,))
 
 
@@ -135,6 +143,12 @@ def _build(
             )
         loss_of = partial(_token_loss, torch.zeros(batch, seq, dtype=torch.int64))
     _shard(model, mesh, wrap, options)
+    return model, loss_of
+
+
+def _with_limit(build: Callable[[], tuple[nn.Module, LossOf]], limit: int | str) -> tuple[nn.Module, LossOf]:
+    model, loss_of = build()
+    states_for(model, "plan", recurse=False)[0].set_options(limit_unsharded_bytes=limit)
     return model, loss_of
 
 

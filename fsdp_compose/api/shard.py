@@ -48,6 +48,7 @@ from ..group import (
     Strategy,
     _annotate_modules_for_dynamo,
     _FSDPState,
+    bytes_of_limit,
     detect_meta_buffers,
     get_state,
     group_modules,
@@ -294,6 +295,7 @@ def fully_shard(
     strategy: str | Strategy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     optional: bool = False,
+    limit_unsharded_bytes: int | str | None = None,
     **others: NoReturn,
 ) -> _M:
     """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
@@ -342,6 +344,12 @@ def fully_shard(
             The module may only run inside the forward of the nearest enclosing group that is not optional. A rank that
             skips it contributes zeros to the average; gradients are ``None`` where no rank had one. Costs small
             exchanges between the ranks in the forwards and backwards of the whole model. See docs/optional.md.
+        limit_unsharded_bytes: for the call on the root, whose forward is outermost: how many bytes of gathered
+            parameters and of gradients on their way its groups may hold at a time; ``"2 groups"``: twice the largest.
+            Then a group is gathered ahead, and computes while another is reduced, only if there is room. What one group
+            needs is always taken, and groups that stay gathered do not count. ``None``: one group is gathered ahead,
+            and one is reduced behind. Changes no result. In graphs of ``torch.compile`` the compiler
+            places the gathers, so groups of such a model break them: compile block by block.
 
     Returns:
         ``module``.
@@ -364,7 +372,16 @@ def fully_shard(
     """
     _refuse_keywords(others)
     arguments = _checked(
-        module, mesh, reshard_after_forward, granularity, mp_policy, ignored_params, strategy, offload_policy, optional
+        module,
+        mesh,
+        reshard_after_forward,
+        granularity,
+        mp_policy,
+        ignored_params,
+        strategy,
+        offload_policy,
+        optional,
+        limit_unsharded_bytes,
     )
     make_group(*arguments)
     drive(arguments[0])
@@ -416,6 +433,7 @@ def _checked(
     strategy: str | Strategy | None,
     offload_policy: CPUOffloadPolicy | None,
     optional: bool | None,
+    limit_unsharded_bytes: int | str | None,
 ) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:
     """Check the arguments of ``fully_shard`` and convert them to those of ``make_group``."""
     modules = check_modules(module, "fully_shard")
@@ -435,7 +453,10 @@ def _checked(
         raise MisuseTypeError(f"fully_shard(optional={optional!r}): expected True or False")
     offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
     ignored = check_ignored(ignored_params, "fully_shard")
-    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity, offload, is_optional=bool(optional))
+    if limit_unsharded_bytes is not None:
+        bytes_of_limit(limit_unsharded_bytes)
+    mesh = check_mesh(mesh)
+    options = GroupOptions(mp_policy, granularity, offload, None, bool(optional), limit_unsharded_bytes)
     if strategy is None:
         parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
         options = replace(options, reshard_after_forward=parts)

@@ -172,13 +172,10 @@ class TransportWrapper(Transport):
     Attributes:
         inner: as given.
         name: compared at the first forward: it must be the same on every rank, and tell all settings.
-        is_exact: what ``all_gather`` fills are the bits that were given.
-
-    Override ``as_gathered`` too if ``all_gather`` rounds. Otherwise nothing looks for writes to unsharded parameters
-    through ``.data`` in forward, which are lost.
+        is_exact: ``all_gather`` fills in the bits that it was given. If it rounds, set this to ``False``: then it gets
+            shards in their own dtype, and the look for writes through ``.data`` in forward does not take the rounding
+            for one. Override ``as_gathered`` too, or nothing looks for such writes, which are lost.
     """
-
-    is_exact = False
 
     def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         return super().as_gathered(part, dtype) if self.is_exact else None

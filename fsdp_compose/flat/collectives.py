@@ -528,12 +528,21 @@ class Communicator:
 
     def finish(self, discards: bool = False) -> None:
         """Wait for every reduction in flight and free the buffers. ``discards``: throw the results away."""
+        self.finish_reductions(discards)
+        if self._averages:
+            self._finish_averages(discards)
+
+    def finish_reductions(self, discards: bool = False) -> None:
+        """Wait for the first stages in flight and free the buffers."""
         for buffer in self._buffers.values():
             if buffer in self._in_flight:
                 self._finish(buffer, discards)
             buffer.free()
-        if self._averages:
-            self._finish_averages(discards)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of the reduce buffers."""
+        return sum([buffer.nbytes for buffer in self._buffers.values()])
 
     def _finish_averages(self, discards: bool = False) -> None:
         """Wait for the averages over replicas that are in flight, in order."""

@@ -85,6 +85,7 @@ from .options import GroupOptions as GroupOptions
 from .options import Kept as Kept
 from .options import Modules as Modules
 from .options import Strategy as Strategy
+from .options import bytes_of_limit as bytes_of_limit
 from .options import strategy_named as strategy_named
 from .parameter_swap import SHARDED_PARAMS as SHARDED_PARAMS
 from .parameter_swap import ParameterSwap as ParameterSwap

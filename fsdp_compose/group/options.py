@@ -30,6 +30,7 @@ class OptionsForGood:
         mp_policy, granularity, offload: see ``fully_shard``.
         bucket_bytes: bucket size of a replicated group, see ``replicate``; ``None``: the group is sharded.
         is_optional: each rank may run the group or skip it.
+        limit_unsharded_bytes: of a root: bytes that its groups may hold for communication; a string: in groups.
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -37,6 +38,7 @@ class OptionsForGood:
     offload: CPUOffloadPolicy | None = None
     bucket_bytes: int | None = None
     is_optional: bool = False
+    limit_unsharded_bytes: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,29 @@ class GroupOptions(OptionsForGood):
             "offload_policy": self.offload and ("shards and gradients" if self.offload.parameters else "gradients"),
             "post-reduction hook": self.reduction.hook is not None,
             **({"optional": True} if self.is_optional else {}),
+            **({} if self.limit_unsharded_bytes is None else {"limit_unsharded_bytes": self.limit_unsharded_bytes}),
         }
+
+
+def bytes_of_limit(limit: int | str | None, group_bytes: int = 1) -> int:
+    """``limit_unsharded_bytes`` in bytes, if the largest group has ``group_bytes``; ``"2 groups"`` are two of those.
+
+    Raises:
+        MisuseError, MisuseTypeError: it is no such limit.
+    """
+    if isinstance(limit, str):
+        number, _, unit = limit.partition(" ")
+        if number.isdecimal() and int(number) > 0 and unit in ("group", "groups"):
+            return int(number) * group_bytes
+    elif isinstance(limit, bool) or not isinstance(limit, int):
+        raise MisuseTypeError(
+            f"fully_shard(limit_unsharded_bytes={limit!r}): expected a number of bytes, or of groups: '2 groups'"
+        )
+    elif limit > 0:
+        return limit
+    raise MisuseError(
+        f"fully_shard(limit_unsharded_bytes={limit!r}): expected a positive number of bytes, or of groups: '2 groups'"
+    )
 
 
 def _is_number(option: bool | int | None) -> bool:

@@ -363,11 +363,15 @@ class Scheduler(Protocol):
     knows whether this rank must agree with the others on the next collective.
 
     Attributes:
-        skips: ranks may skip groups, which graphs and functional mode cannot gather.
+        skips: ranks may skip groups, which functional mode cannot gather.
+        is_capturable: graphs may contain the groups, whose gathers the compiler then places.
     """
 
     @property
     def skips(self) -> bool: ...
+
+    @property
+    def is_capturable(self) -> bool: ...
 
     def reset(self) -> None:
         """Forget the iteration that was going on."""

@@ -68,6 +68,7 @@ class CollectiveFacts:
         nbytes: size of the whole tensor; of an all-to-all, of all that its ranks send.
         num_ranks: number of ranks that take part.
         sent: of an all-to-all, bytes that this rank sends.
+        is_exposed: no matrix product, convolution or attention runs between its start and the wait for it.
     """
 
     kind: str
@@ -75,6 +76,7 @@ class CollectiveFacts:
     nbytes: int
     num_ranks: int
     sent: int | None = None
+    is_exposed: bool = False
 
     @property
     def part_bytes(self) -> int:
@@ -105,6 +107,22 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class LimitedFacts:
+    """A step with a limit on the memory for communication.
+
+    Attributes:
+        limit: ``limit_unsharded_bytes``.
+        peak: the peak memory of the step.
+        num_exposed, exposed_bytes: its exposed collectives, see ``CollectiveFacts``.
+    """
+
+    limit: int | str
+    peak: Moment
+    num_exposed: int
+    exposed_bytes: int
+
+
+@dataclass(frozen=True)
 class WorldFacts:
     """A training step on one rank of many.
 
@@ -118,6 +136,7 @@ class WorldFacts:
         unreduced: trainable parameters whose gradients are not averaged, with reasons.
         computed: operations that had to run because torch cannot infer their output shapes.
         step: what the optimizer says of a step, if it is ``Muon`` or ``Matrixwise``.
+        limited: the same step with each of the limits that ``plan`` was given.
     """
 
     world_size: int
@@ -130,6 +149,17 @@ class WorldFacts:
     computed: tuple[str, ...]
     step: MatricesReport | None = None
     advice: tuple[Advice, ...] = ()
+    limited: tuple[LimitedFacts, ...] = ()
+
+    def with_limit(self, limit: int | str) -> LimitedFacts:
+        """What the limit with which this step was run does to it."""
+        return LimitedFacts(limit, self.peak, *self.exposed)
+
+    @property
+    def exposed(self) -> tuple[int, int]:
+        """The number of exposed collectives, and their bytes."""
+        found = [item.nbytes for item in self.collectives if item.is_exposed]
+        return len(found), sum(found)
 
     @cached_property
     def peak(self) -> Moment:
@@ -207,6 +237,10 @@ def report_of(plan: Plan) -> Report:
         _table("collectives in a step: count and total bytes", collectives, rows),
         _table("layout", flat, map(_layout_row, plan.worlds)),
     ]
+    limits = [row for world in plan.worlds if world.limited for row in _limit_rows(world)]
+    if limits:
+        columns = ("ranks", "limit", "peak", "in", "exposed collectives")
+        sections.append(_table("peak memory with limit_unsharded_bytes", columns, limits))
     steps = [f"{world.world_size:,} ranks: {world.step}" for world in plan.worlds if world.step is not None]
     if steps:
         sections.append(Section("the optimizer's step", items=steps))
@@ -247,6 +281,13 @@ def _collective_row(world: WorldFacts, kinds: Sequence[str]) -> list[str]:
     sent = sum(item.sent_bytes for item in world.collectives)
     equal_parts = [item.part_bytes for item in world.collectives if item.sent is None]
     return [*cells, bytes_of(sent), bytes_of(min(equal_parts)) if equal_parts else "-"]
+
+
+def _limit_rows(world: WorldFacts) -> Iterator[list[str]]:
+    none = ("none", world.peak, *world.exposed)
+    for limit, peak, count, exposed in [(*vars(item).values(),) for item in world.limited] + [none]:
+        words = bytes_of(limit) if isinstance(limit, int) else limit
+        yield [f"{world.world_size:,}", words, bytes_of(peak.nbytes), peak.doing, f"{count:,} of {bytes_of(exposed)}"]
 
 
 def _layout_row(world: WorldFacts) -> list[str]:

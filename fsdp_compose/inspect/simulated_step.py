@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import flop_registry
 
 from .._torch import (
     DispatchMode,
@@ -213,6 +214,7 @@ class _Operation:
     is_in_place: bool  # all results are arguments, which keep their shapes
     is_composite: bool  # it is composed of other operations
     needs_elements: bool  # its result, or the shape of it, depends on elements of its arguments
+    is_product: bool  # a matrix product, convolution or attention, which take most of a step's time
     placing: tuple[str, ...]  # its arguments for a device, pinned memory or a random generator
 
 
@@ -233,6 +235,7 @@ def _operation(func: Any) -> _Operation:
         is_in_place=bool(written) and None not in results and not has_out,
         is_composite=is_composite(func),
         needs_elements=not _ELEMENT_TAGS.isdisjoint(func.tags),
+        is_product="scaled_dot_product" in name or func._overloadpacket in flop_registry,
         placing=tuple(item.name for item in arguments if item.name in ("device", "pin_memory", "generator")),
     )
 
@@ -249,6 +252,7 @@ class DryRun(DispatchMode):
 
     Attributes:
         computed: operations that had to be computed because torch cannot infer their output shapes.
+        num_products: matrix products, convolutions and attentions so far.
     """
 
     def __init__(self, ledger: Ledger, note: Callable[[int], None]) -> None:
@@ -256,6 +260,7 @@ class DryRun(DispatchMode):
         self._ledger, self._note = ledger, note
         self._num_operations = 0
         self.computed: set[str] = set()
+        self.num_products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -268,6 +273,7 @@ class DryRun(DispatchMode):
         if self._num_operations % _NOTE_EVERY == 0:
             self._note(self._num_operations)
         operation = _operation(func)
+        self.num_products += operation.is_product
         if operation.is_composite:
             with self:
                 result = simplified(func, args, kwargs)
@@ -399,20 +405,14 @@ def _error_of(func: Any) -> str:
 # ---- The transport of a dry run: records collectives and moves no data.
 
 
-class _Done:
-    """A collective that is complete at once."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 class NothingMoves(Transport):
-    """Records the collectives of the ``fully_shard`` group ``name`` and moves no data. ``take`` is called with each."""
+    """Records the collectives of the ``fully_shard`` group ``name`` and moves no data. ``take`` is called with each
+    and returns its work."""
 
     name = "nothing moves"
 
     def __init__(
-        self, group: dist.ProcessGroup, name: str, ledger: Ledger, take: Callable[[CollectiveFacts], None]
+        self, group: dist.ProcessGroup, name: str, ledger: Ledger, take: Callable[[CollectiveFacts], Work]
     ) -> None:
         super().__init__(group)
         self._of, self._ledger, self._take = name, ledger, take
@@ -443,8 +443,7 @@ class NothingMoves(Transport):
     ) -> Work:
         self._ledger.lose_values(received)
         nbytes = num_moved * sent.element_size()
-        self._take(CollectiveFacts(ALL_TO_ALL, str(label), nbytes, self.group.size(), sent.nbytes))
-        return _Done()
+        return self._take(CollectiveFacts(ALL_TO_ALL, str(label), nbytes, self.group.size(), sent.nbytes))
 
     def gather(
         self,
@@ -455,13 +454,30 @@ class NothingMoves(Transport):
         label: Label,
     ) -> None:
         nbytes = sum(stop - start for start, stop in ranges) * part.element_size()
-        self._note(GATHER, nbytes, whole)
+        self._note(GATHER, nbytes, whole).wait()
 
     def _note(self, kind: str, nbytes: int, filled: torch.Tensor | None) -> Work:
         if filled is not None:
             self._ledger.lose_values(filled)
-        self._take(CollectiveFacts(kind, self._of, nbytes, self.group.size()))
-        return _Done()
+        return self._take(CollectiveFacts(kind, self._of, nbytes, self.group.size()))
+
+
+class _Work:
+    """A collective that is complete at once.
+
+    Attributes:
+        facts: as given.
+        is_exposed: nothing that takes long was computed between its start and the first wait for it.
+    """
+
+    def __init__(self, facts: CollectiveFacts, mode: DryRun) -> None:
+        self.facts, self._mode, self._begun = facts, mode, mode.num_products
+        self.is_exposed = False
+        self._is_awaited = False
+
+    def wait(self) -> None:
+        if not self._is_awaited:
+            self._is_awaited, self.is_exposed = True, self._mode.num_products == self._begun
 
 
 # ---- The step, and its facts
@@ -512,7 +528,7 @@ class _Simulation:
         self._mode = DryRun(self._ledger, self._tell)
         self._doing = ""
         self._began = time.monotonic()
-        self._collectives: list[CollectiveFacts] = []
+        self._works: list[_Work] = []
 
     def run(self, build: Build, make_optimizer: OptimizerOf | None) -> WorldFacts:
         ledger = self._ledger
@@ -530,7 +546,7 @@ class _Simulation:
             recomputes = False
             for number in range(1, NUM_STEPS + 1):
                 gc.collect()
-                self._collectives.clear()
+                self._works.clear()
                 recomputes = self._step(model, loss_of, optimizer, f"step {number} of {NUM_STEPS}: ")
             ledger.label(PARAMETERS, *model.parameters())
         moments = ledger.peaks()
@@ -539,7 +555,7 @@ class _Simulation:
             layout=layout,
             moments=tuple(moments[-3:]),
             building=moments[1],
-            collectives=tuple(self._collectives),
+            collectives=tuple([replace(work.facts, is_exposed=work.is_exposed) for work in self._works]),
             recomputes=recomputes,
             unreduced=unreduced,
             computed=tuple(sorted(self._mode.computed)),
@@ -573,9 +589,13 @@ class _Simulation:
             for handle in state._handles:
                 handle.change_transports(
                     lambda transport, _, name=name or "(root)": transport.over(  # type: ignore[misc]
-                        lambda sender: NothingMoves(sender.group, name, self._ledger, self._collectives.append)
+                        lambda sender: NothingMoves(sender.group, name, self._ledger, self._take)
                     )
                 )
+
+    def _take(self, facts: CollectiveFacts) -> Work:
+        self._works.append(_Work(facts, self._mode))
+        return self._works[-1]
 
     def _step(self, model: nn.Module, loss_of: LossOf, optimizer: torch.optim.Optimizer | None, prefix: str) -> bool:
         """Run a training step. Return whether its backward recomputed forwards."""

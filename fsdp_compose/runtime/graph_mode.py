@@ -52,7 +52,7 @@ def can_capture(module: nn.Module) -> bool:
         or (state.place.is_outermost and not root.forward.is_region)
         or options.is_functional
         or state.mesh.replicas is not None  # whose object averages in Python
-        or root.scheduler.skips  # a graph cannot tell which groups ranks will run
+        or not root.scheduler.is_capturable
         or not is_capturable(state._handles)
         or caches_parameters(state.swap)
     ):

@@ -1,8 +1,8 @@
 """The steps of one group: unshard, prefetch, reshard, reduce, and the response to changes of ``requires_grad``.
 
 Hooks and modes call these functions, most of them through the root's scheduler: ``FixedOrder``, at the end of this
-file, or ``SkippingOrder`` if ranks may skip groups. Each function records the collectives that it issues in the log of
-the process group, and leaves streams and memory to ``Communicator``."""
+file, ``SkippingOrder`` if ranks may skip groups, or ``BoundedOrder``. Each function records the collectives that it
+issues in the log of the process group, and leaves streams and memory to ``Communicator``."""
 
 from __future__ import annotations
 
@@ -265,6 +265,7 @@ class FixedOrder:
     for."""
 
     skips = False
+    is_capturable = True
 
     def reset(self) -> None: ...
 

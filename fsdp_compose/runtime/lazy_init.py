@@ -68,6 +68,7 @@ from ..group import (
     widest_mesh,
 )
 from .backward import watch_buckets
+from .bounded import bounded
 from .differentiable_gather import gather_parameter
 from .group_ops import follow_requires_grad
 from .optional import check_optional, scheduler_of
@@ -555,7 +556,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
     exchanges = exchange, ControlExchange(num_params, len(states), carrier, end_of="forward")
-    scheduler = scheduler_of(states, carrier)
+    scheduler = bounded(states, scheduler_of(states, carrier))
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
     for handle, start in starts.items():
         handle.pending_gradients.write_used_to(exchange.used[start : start + len(handle.fqns)])

@@ -79,6 +79,7 @@ class SkippingOrder(FixedOrder):
     """
 
     skips = True
+    is_capturable = False
 
     def __init__(self, enclosing_groups: dict[int, int], num_groups: int, carrier: Carrier) -> None:
         self.protocol = SkipProtocol(num_groups, carrier)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import (
@@ -19,6 +20,7 @@ from fsdp_compose import (
     clip_grad_norm_,
     flat_parameters,
     no_sync,
+    offload_checkpointed_inputs,
     replicate,
     set_functional_mode,
     summon_full_params,
@@ -130,6 +132,15 @@ def with_muon(clocks: Clocks, **options: Any) -> None:
     steps(model, optimizer)
 
 
+def offloaded_inputs(clocks: Clocks) -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=4)
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    offload_checkpointed_inputs(model, min_bytes=1)
+    steps(clocked(clocks, shard_layers(model)), adamw(model.parameters()))
+
+
 PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "resharding": lambda clocks: plain(clocks),
     "no resharding": lambda clocks: plain(clocks, reshard_after_forward=False),
@@ -147,6 +158,7 @@ PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "offload, bf16, accumulation": lambda clocks: plain(
         clocks, offload_policy=CPUOffloadPolicy(), mp_policy=BF16, microbatches=2
     ),
+    "offloaded inputs": offloaded_inputs,
     "functional": functional,
     "flat views": flat_views,
     "replicate": replicated,
@@ -176,8 +188,11 @@ WAITS = {
     "wait_stream in unshard_parts": ["parts"],
     "wait in _go_on": ["hybrid"],
     "wait in all_gather_copy": ["functional"],
-    "wait_stream in to_host": ["offload"],
-    "wait_event in to_host": ["offload"],
+    "wait_stream in to_host": ["offload", "offloaded inputs"],
+    "wait_event in to_host": ["offload", "offloaded inputs"],
+    "wait_stream in to_device": ["offloaded inputs"],
+    "wait_event in to_device": ["offloaded inputs"],
+    "wait_event in wait": ["offloaded inputs"],
     "synchronize in synchronize": ["offload"],
     "wait in _wait": ["Muon", "Muon, hybrid"],  # of the all-to-alls of a step, in either direction
 }

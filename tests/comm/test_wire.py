@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compose import (
     CPUOffloadPolicy,
     MisuseError,
+    MixedPrecisionPolicy,
     RanksDifferError,
     TransportWrapper,
     full_parameters,
@@ -38,7 +39,7 @@ from tests.flat.test_all_gather_extensions import RowScales, make
 from tests.harness import distributed, same_on_every_rank
 from tests.internals import handles_of, local_of, world
 from tests.models import Stack, rows, shard_layers
-from tests.training import adamw, mean_square
+from tests.training import adamw, full, mean_square
 
 LABEL = Label(["some.weight"])
 FORMATS: list[WireFormat] = [Bfloat16(), Int8(), Int8(32)]
@@ -425,7 +426,6 @@ class Counting(TransportWrapper):
     """All-gathers as they are, reductions in bf16 with sums in fp32."""
 
     name = "counting"
-    is_exact = True
 
     def __init__(self, inner: Transport, calls: list[str]) -> None:
         super().__init__(inner)
@@ -464,6 +464,18 @@ def test_a_transport_of_the_user():
     set_wire_formats(model.blocks[1], all_gather="int8")
     names = [handle.mesh.transport.name for handle in handles_of(model)]
     assert sum("int8/256" in name for name in names) == 2
+
+
+@distributed(world_size=2)
+def test_a_transport_of_the_user_that_says_nothing_of_rounding_gets_what_is_computed_with():
+    torch.manual_seed(0)
+    plain = shard_layers(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    torch.manual_seed(0)
+    model = shard_layers(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    set_transport(model, lambda transport, role: Counting(transport, []))
+    for one in (plain, model):
+        mean_square(one, rows(0)).backward()
+    assert all(torch.equal(full(a.grad), full(b.grad)) for a, b in zip(plain.parameters(), model.parameters()))
 
 
 @distributed(world_size=2)
