@@ -38,8 +38,6 @@ _MAKERS = [
     sys.modules[f"fsdp_compose.{name}"]
     for name in ("flat.shard_storage", "api.model_offload", "api.checkpointed_inputs", "optim.state_offload")
 ]
-    for name in ("flat.shard_storage", "api.model_offload", "api.checkpointed_inputs", "optim.state_offload")
-]
 IN, OUT = "host to device", "device to host"
 _COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy"}
 

@@ -186,12 +186,13 @@ class _Call:
 class _Offloaded:
     """A saved tensor in host memory."""
 
-    __slots__ = ("__weakref__", "_call", "_fetched", "_geometry", "_host", "_streams")
+    __slots__ = ("__weakref__", "_call", "_fetched", "_geometry", "_host", "_read", "_streams")
 
     def __init__(self, tensor: torch.Tensor, streams: _Streams, call: _Call) -> None:
         self._call, self._streams = call, streams
         self._geometry = tensor.shape, tensor.stride()
         self._fetched: tuple[torch.Tensor, Any] | None = None
+        self._read: Any = None  # an event after the last copy from host memory
         with torch.no_grad():
             self._host = streams.to_host(tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()))
 
@@ -199,6 +200,7 @@ class _Offloaded:
         """Start copying it back, unless that has been done."""
         if self._fetched is None:
             self._fetched = self._streams.to_device(self._host)
+            self._read = self._fetched[1]
 
     def restore(self) -> torch.Tensor:
         """The tensor on the device. Also starts on those of the call before, whose backward is next."""
@@ -209,10 +211,13 @@ class _Offloaded:
         self._call.prefetch_before()
         return flat.as_strided(*self._geometry)
 
+    def __del__(self) -> None:
+        self._streams.give_back(self._host, self._read)
+
 
 class _Streams:
-    """Copies between host memory and one device, beside its compute. Memory belongs to the compute stream, which waits
-    for a copy before it frees what the copy touches."""
+    """Copies between host memory and one device, beside its compute. Device memory belongs to the compute stream, which
+    waits for a copy before it frees what the copy touches. Host memory is used again, once what reads it is done."""
 
     def __init__(self, device: torch.device, pins: bool) -> None:
         self._device, self._pins = device, pins and device.type != "cpu"
@@ -220,6 +225,7 @@ class _Streams:
         self._out: Any = self._module.Stream(device) if self._module else None
         self._in: Any = self._module.Stream(device) if self._module else None
         self._leaving: list[tuple[Any, torch.Tensor]] = []
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Any]]] = {}  # host memory, and its last use
         # What is in host memory, by storage: the reference keeps its number from being given to another one.
         self._known: dict[int, tuple[Any, int, Any, weakref.ref[_Offloaded]]] = {}
 
@@ -237,17 +243,21 @@ class _Streams:
         self._known[storage._cdata] = reference, tensor._version, _geometry(tensor), weakref.ref(packed)
 
     def to_host(self, flat: torch.Tensor) -> torch.Tensor:
-        host = host_memory(flat.numel(), flat.dtype, self._pins)
+        free = self._free.get((flat.numel(), flat.dtype))
+        host, read = free.pop() if free else (host_memory(flat.numel(), flat.dtype, self._pins), None)
         if self._module is None:
             host.copy_(flat)
             return host
         compute = self._module.current_stream(self._device)
         self._out.wait_stream(compute)
+        if read is not None:
+            self._out.wait_event(read)
         with self._module.stream(self._out):
             host.copy_(flat, non_blocking=True)
             self._leaving.append((self._out.record_event(), flat))
         if len(self._leaving) > 2:
-            compute.wait_event(self._leaving.pop(0)[0])
+            event, _ = self._leaving.pop(0)  # freed after the wait
+            compute.wait_event(event)
         return host
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -257,12 +267,21 @@ class _Streams:
             return flat, None
         compute = self._module.current_stream(self._device)
         while self._leaving:  # backward has begun: nothing needs to wait on the device any more
-            compute.wait_event(self._leaving.pop()[0])
+            event, _ = self._leaving.pop()
+            compute.wait_event(event)
         self._in.wait_stream(compute)  # it has just allocated the memory, or freed it
         self._in.wait_stream(self._out)
         with self._module.stream(self._in):
             flat.copy_(host, non_blocking=True)
             return flat, self._in.record_event()
+
+    def give_back(self, host: torch.Tensor, read: Any) -> None:
+        self._free.setdefault((host.numel(), host.dtype), []).append((host, read))
+
+    def __del__(self) -> None:
+        for stream in (self._out, self._in):  # they may still touch the host memory, which goes with this object
+            if stream is not None:
+                stream.synchronize()
 
     def wait(self, event: Any) -> None:
         if event is not None:

@@ -194,6 +194,7 @@ WAITS = {
     "wait_event in to_device": ["offloaded inputs"],
     "wait_event in wait": ["offloaded inputs"],
     "synchronize in synchronize": ["offload"],
+    "synchronize in __del__": ["offloaded inputs"],
     "wait in _wait": ["Muon", "Muon, hybrid"],  # of the all-to-alls of a step, in either direction
 }
 
