@@ -95,10 +95,11 @@ def fully_shard(
         module, reshard_after_forward, ignored_params: as for ``fsdp_compose.fully_shard``.
         mesh: data-parallel mesh; with ``dp_mesh_dims``, the whole mesh. Default: all ranks, in a dimension named
             "fsdp".
-        shard_placement_fn: a function from a parameter to ``Shard(dim)``, ``None``, or torch's
+        shard_placement_fn: a function from a parameter to ``Shard(dim)``, ``Replicate()``, ``None``, or torch's
             ``ShardPlacementResult``. With ``Shard(dim)``, boundaries may fall between indices of dimensions up to
             ``dim``; ``None`` means the default. A ``ShardPlacementResult`` may name another mesh: modules that have all
-            their parameters on it (experts) form their own group there.
+            their parameters on it (experts) form their own group there. Likewise modules of which all parameters are
+            ``Replicate()`` (norms): they stay whole on every rank, and their gradients are averaged.
         mp_policy: torch's policy or ours. Before torch 2.15, torch's without ``reduce_dtype`` reduces in
             ``param_dtype``.
         offload_policy: torch's policy.
@@ -131,8 +132,8 @@ def fully_shard(
         options["granularity"] = _granularity(placements, shard_numel)
         options |= {"strategy": "ddp"} if is_replicated else {"reshard_after_forward": reshard_after_forward}
         groups = [
-            ([inner], options | {"mesh": inner_mesh, "reshard_after_forward": reshard_after_forward, "strategy": None})
-            for inner, inner_mesh in _on_other_meshes(modules, placements, mesh)
+            ([inner], options | home.options(reshard_after_forward))
+            for inner, home in _with_other_homes(modules, placements, mesh)
         ]
         inner_params = {param for inner, _ in groups for param in inner[0].parameters()}
         for inner, arguments in groups:
@@ -236,12 +237,12 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
     def granule(fqn: str, param: nn.Parameter) -> Granule | None:
         wanted = placements.get(param)
         wanted = getattr(wanted, "placement", wanted)
-        if wanted is None:
+        if wanted is None or isinstance(wanted, Replicate):
             return "rows" if prod(param.shape[1:]) <= max(shard_numel, 1) and is_split_evenly(param) else None
         if not isinstance(wanted, Shard) or not -param.ndim <= wanted.dim < param.ndim:
             raise MisuseError(
                 f"fully_shard(shard_placement_fn=...): expected Shard(dim) for a dimension of {fqn}, of shape "
-                f"{tuple(param.shape)}, torch's ShardPlacementResult or None, got {wanted!r}"
+                f"{tuple(param.shape)}, Replicate(), torch's ShardPlacementResult or None, got {wanted!r}"
             )
         if not is_split_evenly(param):
             return None
@@ -251,35 +252,71 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
     return granule
 
 
-def _on_other_meshes(
+@dataclass(frozen=True)
+class _Home:
+    """Where a parameter lives.
+
+    Attributes:
+        mesh: its data-parallel ranks.
+        is_whole: each of them holds all of it.
+    """
+
+    mesh: DeviceMesh
+    is_whole: bool = False
+
+    def options(self, reshard_after_forward: bool | int | None) -> dict[str, Any]:
+        """The arguments of ``fully_shard`` for a group there."""
+        if self.is_whole:
+            mesh = self.mesh if self.mesh.ndim == 1 else flatten_mesh(self.mesh)
+            return {"mesh": mesh, "strategy": "ddp", "reshard_after_forward": None}
+        return {"mesh": self.mesh, "strategy": None, "reshard_after_forward": reshard_after_forward}
+
+
+def _home_of(wanted: Any, mesh: DeviceMesh) -> _Home:
+    info = getattr(wanted, "mesh_info", None)
+    return _Home(mesh if info is None else info.mesh, isinstance(getattr(wanted, "placement", wanted), Replicate))
+
+
+def _with_other_homes(
     modules: Iterable[nn.Module], placements: dict[nn.Parameter, Any], mesh: DeviceMesh
-) -> list[tuple[nn.Module, DeviceMesh]]:
-    """Return the outermost modules that have all their parameters on a mesh other than ``mesh``, with that mesh.
+) -> list[tuple[nn.Module, _Home]]:
+    """Return the outermost modules that have all their parameters in a home other than shards on ``mesh``.
 
     Raises:
-        ValueError: a module has parameters of its own on different meshes.
+        ValueError: a module has parameters of its own in different homes; one of ``modules`` is to stay whole.
     """
-    meshes = {param: result.mesh_info.mesh for param, result in placements.items() if hasattr(result, "mesh_info")}
-    found: dict[nn.Module, DeviceMesh] = {}
+    usual = _Home(mesh)
+    homes = {param: _home_of(wanted, mesh) for param, wanted in placements.items()}
+    found: dict[nn.Module, _Home] = {}
 
     def look(module: nn.Module) -> None:
-        below = [param for param in module.parameters() if param in placements]
-        used = {meshes.get(param, mesh) for param in below}
-        if len(used) == 1 and mesh not in used:
+        used = {homes[param] for param in module.parameters() if param in homes}
+        if len(used) == 1 and usual not in used:
             found[module] = used.pop()
             return
-        own = {meshes.get(param, mesh) for param in module.parameters(recurse=False) if param in placements}
-        if own - {mesh}:
-            names = [name for name, param in module.named_parameters(recurse=False) if meshes.get(param, mesh) != mesh]
+        own = {name: homes[param] for name, param in module.named_parameters(recurse=False) if param in homes}
+        others = [name for name, home in own.items() if home != usual]
+        if others:
             raise MisuseError(
-                f"fully_shard(shard_placement_fn=...): {', '.join(names)} of a {type(module).__name__} have another "
-                "mesh than the rest of its parameters, but a group has one mesh and gathers for one module: put them "
-                "into a module of their own"
+                f"fully_shard(shard_placement_fn=...): {', '.join(others)} of a {type(module).__name__} "
+                + (
+                    "stay whole, Replicate(), and the rest of its parameters do not, but all of a group is sharded: "
+                    "shard them too (the parameters of a group lie in one buffer, so small ones cost next to nothing)"
+                    if own[others[0]].is_whole
+                    else "have another mesh than the rest of its parameters, but a group has one mesh and gathers for "
+                    "one module"
+                )
+                + ", or put them into a module of their own"
             )
         for child in module.children():
             look(child)
 
-    if meshes:
+    if {*homes.values()} - {usual}:
         for module in modules:
             look(module)
+            if module in found and found[module].is_whole:
+                raise MisuseError(
+                    f"fully_shard(shard_placement_fn=...): all parameters of this {type(module).__name__} are to stay "
+                    "whole, Replicate(): call fsdp_compose.replicate(module) instead"
+                )
     return list(found.items())

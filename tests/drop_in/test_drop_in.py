@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed._composable import fsdp as composable_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -29,11 +30,12 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose
-from fsdp_compose import drop_in
+from fsdp_compose import drop_in, record_collectives
+from fsdp_compose.checkpoint import get_model_state_dict
 from fsdp_compose.group.registry import get_state
 from tests.drop_in.test_pipeline import layers, loss_of
 from tests.harness import distributed, fake_process_group
@@ -182,7 +184,7 @@ def test_placements_say_where_boundaries_may_be():
         model = nn.Sequential(nn.Linear(6, 3, bias=False))
         drop_in.fully_shard(model, shard_placement_fn=lambda param: Shard(1))
         assert get_state(model)._handles[0].layout.params[0].granule == 1
-        for wrong in (Replicate(), Shard(2), "rows"):
+        for wrong in (Partial(), Shard(2), "rows"):
             with pytest.raises(ValueError, match=r"expected Shard\(dim\) for a dimension of weight"):
                 drop_in.fully_shard(nn.Linear(6, 3, bias=False), shard_placement_fn=lambda param, wrong=wrong: wrong)
 
@@ -610,6 +612,60 @@ def test_a_module_with_parameters_of_its_own_on_two_meshes_is_refused():
         model = nn.Sequential(nn.Linear(4, 4))
         with pytest.raises(ValueError, match="weight of a Linear have another mesh"):
             drop_in.fully_shard(model, mesh=world, shard_placement_fn=lambda p: result if p.ndim == 2 else None)
+        assert get_state(model) is None
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.scale = nn.LayerNorm(6), nn.Linear(6, 6), nn.Sequential(nn.RMSNorm(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale(torch.tanh(self.linear(self.norm(x))))
+
+
+def norms_stay_whole(model: nn.Module) -> Callable[[nn.Parameter], Any]:
+    norms = {param for norm in model.modules() if "Norm" in type(norm).__name__ for param in norm.parameters(False)}
+    return lambda param: Replicate() if param in norms else None
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@distributed(world_size=4)
+def test_parameters_that_stay_whole(shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    torch.manual_seed(0)
+    model, reference = pair(nn.Sequential(Normed(), Normed()))
+    whole = {name for name, _ in model.named_parameters() if "norm" in name or "scale" in name}
+    for block in model:
+        drop_in.fully_shard(block, mesh=mesh, shard_placement_fn=norms_stay_whole(block))
+    drop_in.fully_shard(model, mesh=mesh)
+    for name, param in model.named_parameters():
+        assert (param.to_local().numel() == param.numel() and len(param.placements) > 0) or name not in whole
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, reference)]
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        with record_collectives(model) as lines:
+            model(local_part(x)).square().mean().backward()
+        reference(x).square().mean().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        num_groups = {kind: sum(line.startswith(kind) for line in lines) for kind in ("all-gather", "all-reduce")}
+        assert num_groups["all-gather"] == 2 * len(model) and num_groups["all-reduce"] >= 2 * len(model)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, theirs in reference.state_dict().items() if dist.get_rank() == 0 else ():
+        torch.testing.assert_close(state[name], theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_stay_whole_is_refused_with_the_way_out():
+    with fake_process_group(world_size=4):
+        model = nn.Sequential(nn.Linear(4, 4))
+        with pytest.raises(ValueError, match=r"bias of a Linear stay whole.*put them into a module of their own"):
+            drop_in.fully_shard(model, shard_placement_fn=lambda p: Replicate() if p.ndim == 1 else None)
+        with pytest.raises(ValueError, match=r"all parameters of this Sequential.*fsdp_compose\.replicate\(module\)"):
+            drop_in.fully_shard(model, shard_placement_fn=lambda p: Replicate())
         assert get_state(model) is None
 
 
