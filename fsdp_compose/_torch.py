@@ -132,6 +132,7 @@ __all__ = [
     "mend_mesh",
     "non_persistent_buffers",
     "outside_modes",
+    "overload_packet",
     "plan_errors",
     "post_accumulate_hooks",
     "preserved_versions",
@@ -526,8 +527,7 @@ class Shown(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> Shown:
-        make = torch.Tensor._make_wrapper_subclass
-        shown: Shown = make(cls, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        shown: Shown = torch.Tensor._make_subclass(cls, tensor)  # of the same memory
         shown.tensor = tensor
         return shown
 
@@ -540,6 +540,11 @@ class Shown(torch.Tensor):
             return done if len(func._schema.returns) == 1 else (args[0], done)
         args, kwargs = _tree_map_only(Shown, lambda shown: shown.tensor, (args, kwargs or {}))
         return _tree_map_only(torch.Tensor, Shown, func(*args, **kwargs))
+
+
+def overload_packet(operator: Any) -> Any:
+    """The operator of which ``operator`` is an overload."""
+    return operator._overloadpacket
 
 
 def storage_use_counter(storage: torch.UntypedStorage) -> Callable[[], int]:

@@ -60,6 +60,7 @@ ALLOWED = {
     "_backward_hooks": "gradient hooks of a parameter that would be lost",
     "_base": "the tensor that an output is a view of",
     "_extra_state": "what state_dict() calls the result of get_extra_state(); a format",
+    "_gradient_checkpointing_func": "of models of transformers: no name of torch",
     "_foreach_max": "an operator",
     "_foreach_norm": "an operator: what clip_grad_norm_ calls",
     "_foreach_zero_": "an operator: what zero_grad calls",
@@ -458,7 +459,7 @@ def test_Shown():
         if dist.get_rank() == 0:
             dist.all_reduce(whole)
     assert communication.get_total_counts() == 2 - dist.get_rank()
-    assert not whole.tensor.any()
+    assert not whole.tensor.any() and whole.data_ptr() == whole.tensor.data_ptr()
     assert (shown + 1).tensor.tolist() == [2, 2] and shown.view(torch.int32).tensor.dtype == torch.int32
 
 
@@ -580,6 +581,10 @@ def test_is_swapping_tensors():
     torch.utils.swap_tensors(one, other)
     del kept
     assert seen == [False, True]
+
+
+def test_overload_packet():
+    assert _torch.overload_packet(torch.ops.aten.mm.out) == torch.ops.aten.mm
 
 
 def test_storage_use_counter():

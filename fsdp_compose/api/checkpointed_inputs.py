@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._torch import storage_id
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import host_memory, streams_of
 
@@ -231,7 +233,7 @@ class _Streams:
 
     def known(self, tensor: torch.Tensor) -> _Offloaded | None:
         """What ``tensor`` was packed as already, if it has not been written to."""
-        found = self._known.get(tensor.untyped_storage()._cdata)
+        found = self._known.get(storage_id(tensor.untyped_storage()))
         if found is None or found[1] != tensor._version or found[2] != _geometry(tensor):
             return None
         return found[3]()
@@ -239,8 +241,8 @@ class _Streams:
     def note(self, tensor: torch.Tensor, packed: _Offloaded) -> None:
         self._known = {key: item for key, item in self._known.items() if not item[0].expired()}
         storage = tensor.untyped_storage()
-        reference = torch.multiprocessing.reductions.StorageWeakRef(storage)
-        self._known[storage._cdata] = reference, tensor._version, _geometry(tensor), weakref.ref(packed)
+        reference = StorageWeakRef(storage)
+        self._known[storage_id(storage)] = reference, tensor._version, _geometry(tensor), weakref.ref(packed)
 
     def to_host(self, flat: torch.Tensor) -> torch.Tensor:
         free = self._free.get((flat.numel(), flat.dtype))

@@ -27,6 +27,7 @@ from .._torch import (
     fake_store,
     is_composite,
     is_wrapper,
+    overload_packet,
     refuse_access,
     simplified,
     storage_id,
@@ -235,7 +236,7 @@ def _operation(func: Any) -> _Operation:
         is_in_place=bool(written) and None not in results and not has_out,
         is_composite=is_composite(func),
         needs_elements=not _ELEMENT_TAGS.isdisjoint(func.tags),
-        is_product="scaled_dot_product" in name or func._overloadpacket in flop_registry,
+        is_product="scaled_dot_product" in name or overload_packet(func) in flop_registry,
         placing=tuple(item.name for item in arguments if item.name in ("device", "pin_memory", "generator")),
     )
 
