@@ -1412,6 +1412,7 @@ def test_fsdp2_mesh_info():
 @distributed(world_size=2)
 def test_is_destroyed():
     group = dist.new_group()
+    dist.barrier(group)  # all have connected
     assert not _torch.is_destroyed(group) and not _torch.is_destroyed(dist.group.WORLD)
     dist.destroy_process_group(group)
     assert _torch.is_destroyed(group) and not _torch.is_destroyed(dist.group.WORLD)

@@ -139,17 +139,17 @@ class CheckpointedInputs:
 class _Kept:
     """A saved tensor that stays where it is. Autograd does not look for writes to what hooks have packed."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_tensor", "_version_then")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version_then = tensor, tensor._version
 
     def restore(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
+        if self._tensor._version != self._version_then:
             raise RuntimeError(
                 f"an input of a checkpointed block, {self._tensor.dtype} of shape {tuple(self._tensor.shape)}, was "
                 f"modified by an inplace operation before backward: it is at version {self._tensor._version}; expected "
-                f"version {self._version}. Write to a copy"
+                f"version {self._version_then}. Write to a copy"
             )
         return self._tensor
 
