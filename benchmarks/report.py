@@ -89,7 +89,7 @@ class Report:
                 written.append(str(picture))
             except ModuleNotFoundError as error:
                 print(f"\nNo plot: {error} (pip install matplotlib)")
-        print(f"\nWritten: {', '.join(written)}")
+        print(f"\nFSDP1, FSDP2, DDP and DCP are those of torch {torch.__version__}. Written: {', '.join(written)}")
 
 
 def _is_number(value: Any) -> bool:
