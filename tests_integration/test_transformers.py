@@ -12,6 +12,9 @@ from torch.distributed import fsdp
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
 
+from fsdp_compose import fully_shard, offload_checkpointed_inputs
+from tests.harness import distributed
+from tests.two_memories import IN, OUT, TwoMemories
 from tests_integration import llama
 from tests_integration.side_by_side import assert_same, pin_no_memory, results_of
 from tests_integration.test_accelerate import pretend_to_have_accelerators
@@ -103,3 +106,24 @@ def test_training(program, tmp_path):
     results = results_of(program, tmp_path)
     assert results["drop_in"]["groups"] > 3
     assert_same(results, 2e-2 if program is mixed else 2e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@distributed(world_size=2)
+def test_inputs_of_checkpointed_layers_wait_in_host_memory(use_reentrant):
+    gradients = []
+    for offloads in (False, True):
+        model = llama.model().train()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        if offloads:
+            offload_checkpointed_inputs(model, min_bytes=1)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        (ids,) = llama.batches(1)
+        with TwoMemories() as memories:
+            model(ids, labels=ids).loss.backward()
+        hidden = ids.numel() * model.config.hidden_size * 4
+        assert memories.copies == {OUT: [hidden] * 3 * offloads, IN: [hidden] * 3 * offloads}
+        gradients.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
