@@ -6,7 +6,7 @@ issues in the log of the process group, and leaves streams and memory to ``Commu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..flat import FlatParamHandle, is_stale
 from ..group import (
@@ -230,6 +230,8 @@ def prefetch_forward(root: Root, state: _FSDPState, start: Start = unshard) -> N
         _prefetch(root, state.options.forward_prefetch, start)
     elif i + 1 < len(previous) and previous[i] == index:
         following = root.states[previous[i + 1]]()
+        if following is not None and not following._handles:
+            following = _first_with_parameters(root, previous[i + 2 :])
         if following is not None:
             start(root, following)
 
@@ -244,8 +246,19 @@ def prefetch_backward(
         _prefetch(root, hints, start)
     elif position and record.states is root.states:
         previous = root.states[record.hooked[position - 1]]()
+        if previous is not None and not previous._handles:
+            previous = _first_with_parameters(root, reversed(record.hooked[: position - 1]))
         if previous is not None:
             start(root, previous)
+
+
+def _first_with_parameters(root: Root, indexes: Iterable[int]) -> _FSDPState | None:
+    """The first of these groups that has something to gather: modules whose groups inside took everything have not."""
+    for index in indexes:
+        state = root.states[index]()
+        if state is None or state._handles:
+            return state
+    return None
 
 
 def _prefetch(root: Root, modules: Modules, start: Start) -> None:

@@ -213,6 +213,59 @@ def test_no_memory_is_taken_and_nothing_is_computed():
     assert taken < 0.5e9, f"{taken:,} bytes"
 
 
+class Pieces(nn.Module):
+    """Two large modules of pieces that run one after another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Sequential(*[Block(WIDTH) for _ in range(4)]) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 1)
+        for part in self.parts:
+            for piece in part if how != "one group each" else ():
+                fully_shard(piece)
+            if how != "pieces alone":
+                fully_shard(part)  # has parameters only if the pieces have not taken them
+        fully_shard(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.parts[1](self.parts[0](x)))
+
+
+def exposed(how: str) -> tuple[int, list[str]]:
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        return model(torch.zeros(2, WIDTH)).sum()
+
+    (world,) = plan(lambda: (Pieces(how), loss_of), 8, optimizer=None).worlds
+    return world.exposed[1], [f"{item.kind} {item.group}" for item in world.collectives if item.is_exposed]
+
+
+def test_a_large_group_in_pieces_overlaps_itself():
+    whole, names = exposed("one group each")
+    assert names == ["all-gather (root)", "all-gather parts.0", "reduce-scatter parts.0", "reduce-scatter (root)"]
+    for how in ("pieces alone", "pieces in groups without parameters of their own"):
+        pieces, names = exposed(how)
+        # Only the first gather and the last reductions have nothing beside them.
+        first, last = "all-gather parts.0.0", "reduce-scatter parts.0.0"
+        assert names == ["all-gather (root)", first, last, "reduce-scatter (root)"]
+        assert pieces < 0.26 * whole
+
+
+LIMITS = ("1 group", "2 groups", "3 groups", 1 << 30)
+
+
+def test_limits_are_compared():
+    (world,) = plan(Net, 8, batch=1, seq=4, optimizer=None, limits=LIMITS).worlds
+    peaks = [item.peak.nbytes for item in world.limited]
+    counts = [item.num_exposed for item in world.limited]
+    assert [item.limit for item in world.limited] == [*LIMITS]
+    assert peaks[0] < peaks[1] < peaks[2] <= peaks[3] == world.peak.nbytes
+    assert counts[0] > counts[1] > counts[2] >= counts[3] == world.exposed[0] >= 3
+    text = plan(Net, 8, batch=1, seq=4, optimizer=None, limits=["1 group"]).text()
+    assert re.search(r"peak memory with limit_unsharded_bytes\n.*ranks +limit +peak +in +exposed", text)
+    with pytest.raises(MisuseError, match="expected a positive number of bytes, or of groups"):
+        plan(Net, 8, batch=1, seq=4, limits=["1 block"])
+
+
 def test_other_steps_than_the_last_are_no_larger():
     """What a plan counts is how it goes on."""
     from fsdp_compose.inspect import simulated_step as step
