@@ -105,6 +105,7 @@ __all__ = [
     "group_timeout",
     "has_closed",
     "has_gloo_on_cpu",
+    "has_saved_tensors_hooks",
     "hook_gradient",
     "hook_saved_first",
     "in_compiled_autograd",
@@ -540,6 +541,11 @@ class Shown(torch.Tensor):
             return done if len(func._schema.returns) == 1 else (args[0], done)
         args, kwargs = _tree_map_only(Shown, lambda shown: shown.tensor, (args, kwargs or {}))
         return _tree_map_only(torch.Tensor, Shown, func(*args, **kwargs))
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether hooks for saved tensors are set (``torch.autograd.graph.saved_tensors_hooks``, by checkpoints too)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def overload_packet(operator: Any) -> Any:

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose import RaggedDTensor, reshard, unshard
+from fsdp_compose._torch import Shown
 from fsdp_compose.comm import failure, journal
 from fsdp_compose.comm.journal import Journal
 from fsdp_compose.flat.flat_param import FlatParamHandle
@@ -103,7 +104,8 @@ class Collectives(TorchDispatchMode):
         super().__exit__(*args)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
+        # The operators shown for messages are not counted twice.
+        if function.namespace == "c10d" and Shown not in types:
             self.count[function._schema.name.removeprefix("c10d::").strip("_")] += 1
         return function(*args, **(kwargs or {}))
 

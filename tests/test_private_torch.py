@@ -583,6 +583,20 @@ def test_is_swapping_tensors():
     assert seen == [False, True]
 
 
+def test_has_saved_tensors_hooks():
+    seen = []
+    assert not _torch.has_saved_tensors_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert _torch.has_saved_tensors_hooks()
+    output = checkpoint(
+        lambda x: (seen.append(_torch.has_saved_tensors_hooks()), x * x)[1],
+        torch.ones(2, requires_grad=True),
+        use_reentrant=False,
+    )
+    output.sum().backward()
+    assert seen == [True, True] and not _torch.has_saved_tensors_hooks()
+
+
 def test_overload_packet():
     assert _torch.overload_packet(torch.ops.aten.mm.out) == torch.ops.aten.mm
 

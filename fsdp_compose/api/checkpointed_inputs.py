@@ -14,15 +14,17 @@ At most two inputs wait on the device to be copied out, and one is copied back a
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._torch import storage_id
+from .._torch import has_saved_tensors_hooks, storage_id
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import host_memory, streams_of
 
@@ -39,7 +41,8 @@ def offload_checkpointed_inputs(model: nn.Module, *, min_bytes: int = 1 << 20, p
     changes. Between forward and backward a rank keeps nothing of such a block on the device, except the last two.
 
     Offloaded are the positional tensors of the checkpointed call that require grad, once each if several blocks get the
-    same one (the output of an encoder). On the CPU, where host memory is where they are already, this only copies.
+    same one (the output of an encoder; it must not be written to through ``.data`` in between, which is not noticed, as
+    in autograd without this). On the CPU, where host memory is where they are already, this only copies.
     In code that ``torch.compile`` has traced, checkpointing is the compiler's, and nothing is offloaded; compiled
     blocks inside a checkpoint work.
 
@@ -110,18 +113,21 @@ class CheckpointedInputs:
     def __init__(self, *, min_bytes: int = 1 << 20, pin_memory: bool = True) -> None:
         self._min_bytes, self._pins = min_bytes, pin_memory
         self._streams: dict[torch.device, _Streams] = {}
-        self._contexts: list[Any] = []
+        self._open = threading.local()  # contexts of this thread
         self._call: _Call | None = None
 
     def __enter__(self) -> CheckpointedInputs:
-        self._call = _Call(self._call)
-        context = torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, self._call), _unpack)
+        context: AbstractContextManager[Any] = nullcontext()
+        # Inside another checkpoint, in its forward as in its recomputation, what is saved is that one's.
+        if not has_saved_tensors_hooks():
+            self._call = _Call(self._call)
+            context = torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, self._call), _unpack)
         context.__enter__()
-        self._contexts.append(context)
+        self._open.contexts = [*getattr(self._open, "contexts", ()), context]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._contexts.pop().__exit__(*error)
+        self._open.contexts.pop().__exit__(*error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedInputs:
         return CheckpointedInputs(min_bytes=self._min_bytes, pin_memory=self._pins)
@@ -145,13 +151,17 @@ class _Kept:
         self._tensor, self._version_then = tensor, tensor._version
 
     def restore(self) -> torch.Tensor:
-        if self._tensor._version != self._version_then:
-            raise RuntimeError(
-                f"an input of a checkpointed block, {self._tensor.dtype} of shape {tuple(self._tensor.shape)}, was "
-                f"modified by an inplace operation before backward: it is at version {self._tensor._version}; expected "
-                f"version {self._version_then}. Write to a copy"
-            )
+        _refuse_written(self._tensor, self._version_then)
         return self._tensor
+
+
+def _refuse_written(tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"an input of a checkpointed block, {tensor.dtype}, {tensor.numel()} elements, was modified by an inplace "
+            f"operation before backward: it is at version {tensor._version}; expected version {version}. Write to a "
+            "copy"
+        )
 
 
 def _unpack(packed: _Kept | _Offloaded) -> torch.Tensor:
@@ -188,15 +198,16 @@ class _Call:
 class _Offloaded:
     """A saved tensor in host memory."""
 
-    __slots__ = ("__weakref__", "_call", "_fetched", "_geometry", "_host", "_read", "_streams")
+    __slots__ = ("__weakref__", "_call", "_fetched", "_geometry", "_host", "_read", "_streams", "spoiled")
 
     def __init__(self, tensor: torch.Tensor, streams: _Streams, call: _Call) -> None:
         self._call, self._streams = call, streams
         self._geometry = tensor.shape, tensor.stride()
         self._fetched: tuple[torch.Tensor, Any] | None = None
         self._read: Any = None  # an event after the last copy from host memory
+        self.spoiled: RuntimeError | None = None  # it was written to while it was copied
         with torch.no_grad():
-            self._host = streams.to_host(tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()))
+            self._host = streams.to_host(tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()), self)
 
     def fetch(self) -> None:
         """Start copying it back, unless that has been done."""
@@ -207,6 +218,8 @@ class _Offloaded:
     def restore(self) -> torch.Tensor:
         """The tensor on the device. Also starts on those of the call before, whose backward is next."""
         self.fetch()
+        if self.spoiled is not None:
+            raise self.spoiled
         assert self._fetched is not None
         (flat, event), self._fetched = self._fetched, None
         self._streams.wait(event)
@@ -214,6 +227,8 @@ class _Offloaded:
         return flat.as_strided(*self._geometry)
 
     def __del__(self) -> None:
+        if self._fetched is not None:  # for a backward that does not come: the copy still writes to memory freed here
+            self._streams.wait(self._fetched[1])
         self._streams.give_back(self._host, self._read)
 
 
@@ -226,8 +241,8 @@ class _Streams:
         self._module: Any = streams_of(device)
         self._out: Any = self._module.Stream(device) if self._module else None
         self._in: Any = self._module.Stream(device) if self._module else None
-        self._leaving: list[tuple[Any, torch.Tensor]] = []
-        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Any]]] = {}  # host memory, and its last use
+        self._leaving: list[tuple[Any, torch.Tensor, int, weakref.ref[_Offloaded]]] = []
+        self._free: list[tuple[torch.Tensor, Any]] = []  # host memory in bytes, and an event after its last use
         # What is in host memory, by storage: the reference keeps its number from being given to another one.
         self._known: dict[int, tuple[Any, int, Any, weakref.ref[_Offloaded]]] = {}
 
@@ -244,9 +259,9 @@ class _Streams:
         reference = StorageWeakRef(storage)
         self._known[storage_id(storage)] = reference, tensor._version, _geometry(tensor), weakref.ref(packed)
 
-    def to_host(self, flat: torch.Tensor) -> torch.Tensor:
-        free = self._free.get((flat.numel(), flat.dtype))
-        host, read = free.pop() if free else (host_memory(flat.numel(), flat.dtype, self._pins), None)
+    def to_host(self, flat: torch.Tensor, packed: _Offloaded) -> torch.Tensor:
+        memory, read = self._host_memory(flat.nbytes)
+        host = memory[: flat.nbytes].view(flat.dtype)
         if self._module is None:
             host.copy_(flat)
             return host
@@ -256,11 +271,34 @@ class _Streams:
             self._out.wait_event(read)
         with self._module.stream(self._out):
             host.copy_(flat, non_blocking=True)
-            self._leaving.append((self._out.record_event(), flat))
+            self._leaving.append((self._out.record_event(), flat, flat._version, weakref.ref(packed)))
         if len(self._leaving) > 2:
-            event, _ = self._leaving.pop(0)  # freed after the wait
-            compute.wait_event(event)
+            self._let_leave(compute)
         return host
+
+    def _host_memory(self, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Host memory of at least this size, and an event after its last use. There is never more than was needed at a
+        time, in number, so sizes may vary from step to step."""
+        self._free.sort(key=lambda item: item[0].nbytes)
+        for i, (memory, _) in enumerate(self._free):
+            if memory.nbytes >= nbytes:
+                return self._free.pop(i)
+        if self._free:
+            _, read = self._free.pop()  # all are too small: the largest goes
+            if read is not None:
+                read.synchronize()
+        return host_memory(nbytes, torch.uint8, self._pins), None
+
+    def _let_leave(self, compute: Any) -> None:
+        """Let compute wait for the oldest copy to the host; then it may write to what was copied, or free it."""
+        event, flat, version, ref = self._leaving.pop(0)
+        compute.wait_event(event)
+        packed = ref()
+        if packed is not None:
+            try:
+                _refuse_written(flat, version)
+            except RuntimeError as error:
+                packed.spoiled = error
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
         flat = torch.empty(host.numel(), dtype=host.dtype, device=self._device)
@@ -269,8 +307,7 @@ class _Streams:
             return flat, None
         compute = self._module.current_stream(self._device)
         while self._leaving:  # backward has begun: nothing needs to wait on the device any more
-            event, _ = self._leaving.pop()
-            compute.wait_event(event)
+            self._let_leave(compute)
         self._in.wait_stream(compute)  # it has just allocated the memory, or freed it
         self._in.wait_stream(self._out)
         with self._module.stream(self._in):
@@ -278,7 +315,8 @@ class _Streams:
             return flat, self._in.record_event()
 
     def give_back(self, host: torch.Tensor, read: Any) -> None:
-        self._free.setdefault((host.numel(), host.dtype), []).append((host, read))
+        whole = torch.empty(0, dtype=torch.uint8)
+        self._free.append((whole.set_(host.untyped_storage()), read))
 
     def __del__(self) -> None:
         for stream in (self._out, self._in):  # they may still touch the host memory, which goes with this object

@@ -178,11 +178,15 @@ class TransportWrapper(Transport):
     """
 
     def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        return super().as_gathered(part, dtype) if self.is_exact else None
+        if self.is_exact:
+            return super().as_gathered(part, dtype)
+        return self.inner.as_gathered(part, dtype) if type(self).is_exact else None  # it is the inner one that rounds
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group)
         self.inner = inner
+        if not inner.is_exact:
+            self.is_exact = False
 
     def over(self, change: Callable[[Transport], Transport]) -> Transport:
         twin = copy.copy(self)

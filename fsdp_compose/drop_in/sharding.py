@@ -291,7 +291,8 @@ def _with_other_homes(
 
     def look(module: nn.Module) -> None:
         used = {homes[param] for param in module.parameters() if param in homes}
-        if len(used) == 1 and usual not in used:
+        is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+        if len(used) == 1 and usual not in used and not is_list:
             found[module] = used.pop()
             return
         own = {name: homes[param] for name, param in module.named_parameters(recurse=False) if param in homes}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import torch
+
 from ..errors import MisuseError
 from ..flat import FlatParamHandle
 from ..group import ForwardRecord, HookedUse, Root, Scheduler, _FSDPState, bytes_of_limit
@@ -37,6 +39,15 @@ class BoundedOrder(FixedOrder):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        # What is in flight by the order of calls, not by what there is: a rank whose earlier gradients accumulate in
+        # memory of their own reduces them there, and all ranks must decide alike.
+        self._reducing: dict[torch.dtype, int] = {}
+
+    def reset_backward(self) -> None:
+        self._reducing.clear()
+
+    def end_backward(self, root: Root) -> None:
+        self._reducing.clear()
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         root.forward.depth += 1  # as in FixedOrder
@@ -56,25 +67,29 @@ class BoundedOrder(FixedOrder):
         prefetch_backward(root, state, record, position, partial(self._unshard_again_if_room, state))
 
     def ready_to_reduce(self, root: Root, state: _FSDPState) -> None:
-        self._make_room(root, _bytes_to_reduce(state) - _gathered_bytes([state]))  # it is resharded before
+        sizes = _bytes_to_reduce(state) if state.options.requires_gradient_sync else {}
+        self._make_room(root, sum(sizes.values()) - _gathered_bytes([state]))  # it is resharded before
         reduce(root, state)
+        for dtype, nbytes in sizes.items():
+            self._reducing[dtype] = max(nbytes, self._reducing.get(dtype, 0))
 
     def _make_room(self, root: Root, nbytes: int) -> None:
         """Wait for the reductions in flight if ``nbytes`` more would not fit beside them."""
-        buffers = root.communicator.buffer_bytes
+        buffers = sum(self._reducing.values())
         if buffers and buffers + _gathered_bytes(root.live_states()) + nbytes > self._limit:
             root.communicator.finish_reductions()
+            self._reducing.clear()
 
     def _unshard_if_room(self, root: Root, state: _FSDPState) -> None:
-        held = root.communicator.buffer_bytes + _gathered_bytes(root.live_states())
+        held = sum(self._reducing.values()) + _gathered_bytes(root.live_states())
         if held + _bytes_to_gather(state) <= self._limit:
             unshard(root, state)
 
     def _unshard_again_if_room(self, current: _FSDPState, root: Root, state: _FSDPState) -> None:
         """Gather ``state`` ahead during the backward of ``current``, if there is room until that is reduced."""
         gathered = _gathered_bytes(root.live_states())
-        then = gathered - _gathered_bytes([current]) + _bytes_to_reduce(current)
-        if max(root.communicator.buffer_bytes + gathered, then) + _bytes_to_gather(state) <= self._limit:
+        then = gathered - _gathered_bytes([current]) + sum(_bytes_to_reduce(current).values())
+        if max(sum(self._reducing.values()) + gathered, then) + _bytes_to_gather(state) <= self._limit:
             unshard_again(root, state)
 
 
@@ -85,7 +100,7 @@ def _resharded(states: Sequence[_FSDPState]) -> Iterator[FlatParamHandle]:
         for state in states
         if state.place.reshards_after_forward
         for handle in state._handles
-        if not handle.unsharded.keep
+        if not (handle.unsharded.keep or handle.mesh.has_whole)
     )
 
 
@@ -101,15 +116,15 @@ def _bytes_to_gather(state: _FSDPState) -> int:
     return sum([_bytes_of(handle) for handle in _resharded([state]) if not handle.unsharded.is_allocated])
 
 
-def _bytes_to_reduce(state: _FSDPState) -> int:
-    """What reductions of the group take at a time: they follow each other, if their dtypes are the same."""
-    sizes: dict[object, int] = {}
+def _bytes_to_reduce(state: _FSDPState) -> dict[torch.dtype, int]:
+    """What reductions of the group take at a time, by dtype: those of one dtype follow each other."""
+    sizes: dict[torch.dtype, int] = {}
     for handle in state._handles:
         pending = handle.pending_gradients
         if pending.is_trainable and not handle.mesh.has_whole:
             nbytes = handle.layout.flat_numel * pending.dtype.itemsize
             sizes[pending.dtype] = max(nbytes, sizes.get(pending.dtype, 0))
-    return sum(sizes.values())
+    return sizes
 
 
 def bounded(states: Sequence[_FSDPState], scheduler: Scheduler) -> Scheduler:
@@ -133,5 +148,6 @@ def bounded(states: Sequence[_FSDPState], scheduler: Scheduler) -> Scheduler:
             "fully_shard(limit_unsharded_bytes=...) does not support models with optional groups: ranks also gather "
             "what other ranks need. Leave out the limit, or optional=True"
         )
-    largest = max([sum(_bytes_of(handle) for handle in _resharded([state])) for state in states])
+    sizes = [[_bytes_of(item) for item in state._handles if not item.mesh.has_whole] for state in states]
+    largest = max(map(sum, sizes))
     return BoundedOrder(min(bytes_of_limit(state.options.limit_unsharded_bytes, largest) for state in limited))

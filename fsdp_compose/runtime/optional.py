@@ -267,11 +267,16 @@ class SkippingOrder(FixedOrder):
         self, root: Root, state: _FSDPState, record: ForwardRecord, position: int
     ) -> list[_FSDPState]:
         """The groups that ``prefetch_backward`` would gather if no optional group had run."""
-        while position and record.hooked[position - 1] in self.enclosing_groups:
+        while position and self._is_passed_over(root, record.hooked[position - 1]):
             position -= 1
         found: list[_FSDPState] = []
         prefetch_backward(root, state, record, position, lambda _, other: found.append(other))
         return [other for other in found if not self._is_optional(other)]
+
+    def _is_passed_over(self, root: Root, index: int) -> bool:
+        """Whether a group is optional, or has no parameters of its own: before it, no rank may find an optional one."""
+        state = root.states[index]()
+        return index in self.enclosing_groups or (state is not None and not state._handles)
 
     def _refuse_unannounced(self, state: _FSDPState) -> None:
         """Raise if a backward has reached an optional group although no rank expected one at its start."""

@@ -339,6 +339,57 @@ def test_a_second_call_replaces_the_first_and_a_copy_has_its_own():
             assert len(memories.copies[OUT]) == len(memories.copies[IN]) == NUM_BLOCKS
 
 
+@distributed(world_size=1)
+def test_sizes_may_vary():
+    """There is never more host memory than was needed at a time."""
+    inputs = CheckpointedInputs(min_bytes=1)
+    for rows in (2, 9, 4, 7, 3, 12, 5):
+        x = torch.randn(rows, WIDTH, requires_grad=True)
+        y = x * 1
+        for _ in range(NUM_BLOCKS):
+            with inputs:
+                y = checkpoint(torch.sin, y, use_reentrant=False)
+        y.sum().backward()
+        expected = x.detach().clone().requires_grad_()
+        z = expected * 1
+        for _ in range(NUM_BLOCKS):
+            z = torch.sin(z)
+        z.sum().backward()
+        assert torch.equal(x.grad, expected.grad)
+        (streams,) = inputs._streams.values()
+        assert len(streams._free) == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@distributed(world_size=1)
+def test_a_checkpoint_inside_another_keeps_nothing_of_its_own(use_reentrant):
+    results = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = Stack()
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+        outer = checkpoint_wrapper(
+            nn.Sequential(*model.blocks),
+            checkpoint_impl=CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT,
+        )
+        if offloads:
+            assert offload_checkpointed_inputs(outer, min_bytes=1) == NUM_BLOCKS + 1
+        inner: list[StorageWeakRef] = []
+        for block in [*model.blocks][1:]:
+            block.register_forward_pre_hook(
+                lambda _, args, inner=inner: inner.append(StorageWeakRef(args[0].untyped_storage()))
+            )
+        with TwoMemories() as memories:
+            torch.manual_seed(1)
+            output = outer(model.first(batch(0)))
+            assert len(inner) == NUM_BLOCKS - 1 and all(ref.expired() for ref in inner)
+            assert len(memories.copies[OUT]) == offloads
+            output.square().sum().backward()
+        results.append([param.grad for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_models_without_checkpointed_blocks_are_refused():
     with pytest.raises(MisuseError, match=r"no block below this Stack is checkpointed.*CheckpointedInputs\(\)"):
         offload_checkpointed_inputs(Stack())

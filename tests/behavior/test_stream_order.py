@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
+    CheckpointedInputs,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     clip_grad_norm_,
@@ -141,6 +143,26 @@ def offloaded_inputs(clocks: Clocks) -> None:
     steps(clocked(clocks, shard_layers(model)), adamw(model.parameters()))
 
 
+def dropped_inputs(clocks: Clocks) -> None:
+    """Backwards that do not come, after one that has fetched for them."""
+    inputs = CheckpointedInputs(min_bytes=1)
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+
+    def forward() -> torch.Tensor:
+        x = torch.randn(4, 8, requires_grad=True) * 1
+        for layer in layers:
+            with inputs:
+                x = checkpoint(lambda x, layer=layer: layer(x).relu(), x, use_reentrant=False)
+        return x.sum()
+
+    for _ in range(3):
+        first, second = forward(), forward()
+        second.backward()
+        del first, second
+    sharded = clocked(clocks, model_of())  # so that there are ranks, as in all programs
+    steps(sharded, adamw(sharded.parameters()))
+
+
 PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "resharding": lambda clocks: plain(clocks),
     "no resharding": lambda clocks: plain(clocks, reshard_after_forward=False),
@@ -159,6 +181,7 @@ PROGRAMS: dict[str, Callable[[Clocks], object]] = {
         clocks, offload_policy=CPUOffloadPolicy(), mp_policy=BF16, microbatches=2
     ),
     "offloaded inputs": offloaded_inputs,
+    "offloaded inputs, dropped": dropped_inputs,
     "functional": functional,
     "flat views": flat_views,
     "replicate": replicated,
@@ -189,10 +212,10 @@ WAITS = {
     "wait in _go_on": ["hybrid"],
     "wait in all_gather_copy": ["functional"],
     "wait_stream in to_host": ["offload", "offloaded inputs"],
-    "wait_event in to_host": ["offload", "offloaded inputs"],
+    "wait_event in to_host": ["offload"],
+    "wait_event in _let_leave": ["offloaded inputs"],
     "wait_stream in to_device": ["offloaded inputs"],
-    "wait_event in to_device": ["offloaded inputs"],
-    "wait_event in wait": ["offloaded inputs"],
+    "wait_event in wait": ["offloaded inputs", "offloaded inputs, dropped"],
     "synchronize in synchronize": ["offload"],
     "synchronize in __del__": ["offloaded inputs"],
     "wait in _wait": ["Muon", "Muon, hybrid"],  # of the all-to-alls of a step, in either direction
@@ -281,3 +304,25 @@ def test_what_a_graph_capture_forbids_is_seen():
             with clocks.captured():
                 mistake()
             assert any(fault in line for line in clocks.faults), (fault, clocks.faults)
+
+
+@pytest.mark.parametrize("place", ["between", "in the block"])
+@distributed(world_size=1)
+def test_inputs_that_are_written_to_while_they_are_copied_out_are_refused(place):
+    with Clocks():
+        inputs, layer = CheckpointedInputs(min_bytes=1), nn.Linear(8, 8)
+        x = torch.randn(4, 8, requires_grad=True) * 1
+
+        def block(x: torch.Tensor) -> torch.Tensor:
+            if place == "in the block":
+                with torch.no_grad():
+                    x.mul_(2)
+            return layer(x)
+
+        with inputs:
+            output = checkpoint(block, x, use_reentrant=False)
+        if place == "between":
+            with torch.no_grad():
+                x.mul_(2)
+        with pytest.raises(RuntimeError, match="was modified by an inplace operation"):
+            output.sum().backward()

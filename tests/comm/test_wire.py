@@ -479,6 +479,18 @@ def test_a_transport_of_the_user_that_says_nothing_of_rounding_gets_what_is_comp
 
 
 @distributed(world_size=2)
+def test_a_transport_around_one_that_rounds_rounds_too():
+    model = shard_layers(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    set_transport(model, lambda transport, role: Counting(Wire(transport, Int8(), None), []))
+    (transport,) = {handle.mesh.transport for handle in handles_of(model)[:1]}
+    assert not transport.is_exact
+    part = torch.randn(8)
+    assert torch.equal(transport.as_gathered(part, torch.float32), transport.inner.as_gathered(part, torch.float32))
+    for _ in range(2):  # with the looks for hidden writes
+        mean_square(model, rows(0)).backward()
+
+
+@distributed(world_size=2)
 def test_muon_moves_whole_matrices_exactly():
     results = []
     for formats in ({}, {"all_gather": "int8", "reduce_scatter": None}):

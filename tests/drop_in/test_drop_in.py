@@ -659,6 +659,17 @@ def test_parameters_that_stay_whole(shape):
         torch.testing.assert_close(state[name], theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda items: nn.ModuleDict({"a": items[0], "b": items[1]})])
+def test_lists_of_modules_that_stay_whole(container):
+    with fake_process_group(world_size=4):
+        model = nn.Module()
+        model.norms, model.linear = container([nn.LayerNorm(4), nn.LayerNorm(4)]), nn.Linear(4, 4)
+        linear = {*model.linear.parameters()}
+        drop_in.fully_shard(model, shard_placement_fn=lambda p: None if p in linear else Replicate())
+        for norm in model.norms.children():
+            assert get_state(norm) is not None and norm.weight.to_local().numel() == 4
+
+
 def test_what_cannot_stay_whole_is_refused_with_the_way_out():
     with fake_process_group(world_size=4):
         model = nn.Sequential(nn.Linear(4, 4))

@@ -175,6 +175,32 @@ def test_the_bits_are_those_without_a_limit(limit, setting):
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+@pytest.mark.parametrize("limit", ["1 group", "2 groups", "3 groups"])
+@distributed(world_size=2)
+def test_ranks_may_accumulate_unequally(limit):
+    """One rank drops what it has accumulated: its reduction goes through other memory than that of the others."""
+    gradients = []
+    for bound in (None, limit):
+        model = stack(bound)
+        step(model)
+        model.zero_grad()
+        for _ in range(2):
+            with no_sync(model):
+                step(model, 1)
+            if dist.get_rank() == 0:
+                model.zero_grad()
+            step(model, 2)
+        gradients.append([full(param.grad) for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@distributed(world_size=2)
+def test_groups_mean_something_if_all_stay_gathered():
+    model = stack("2 groups", reshard_after_forward=False)
+    step(model)
+    assert get_state(model).root.scheduler._limit == 2 * BLOCK_BYTES
+
+
 @distributed(world_size=2)
 def test_functional_mode_gathers_as_ever():
     gradients = []

@@ -1114,3 +1114,39 @@ def test_a_rank_that_skips_groups_holds_one_of_them_at_a_time():
         plain, most = (most_bytes(model, step, plans[rank]) for plans in (none, different))
         if rank == 0:
             assert plain < most <= plain + largest + 64, (plain, most, largest)  # and some padding
+
+
+class Inside(nn.Module):
+    """All its parameters are in groups inside; one of them is optional."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tower = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.runs_tower = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.runs_tower:
+            self.tower(x)
+        return x
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside, self.last = nn.Linear(4, 4), Inside(), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(x + self.inside(x).detach())
+
+
+@distributed(world_size=2)
+def test_ranks_gather_ahead_alike_past_a_group_without_parameters():
+    model = Around()
+    fully_shard(model.inside.tower, optional=True)
+    for module in (model.first, model.inside.first, model.inside, model.last, model):
+        fully_shard(module)
+    for step in range(4):
+        model.inside.runs_tower = bool(step) and dist.get_rank() == 0
+        model(torch.ones(2, 4)).sum().backward()
