@@ -102,7 +102,8 @@ def test_memory_peaks_are_below_those_of_fsdp2(tmp_path):
             limited = {f"{OURS}, 2 groups", f"{OURS}, 1 group"} if resharding == "default" else set()
             assert systems.keys() == {"FSDP1", FSDP2, OURS} | limited
             # The quick run's two blocks are small beside its activations; the goal of 0.8 is measured with six.
-            assert all(systems[name]["step_ratio"] < systems[OURS]["step_ratio"] for name in limited)
+            assert all(systems[name]["step_ratio"] <= systems[OURS]["step_ratio"] for name in limited)
+            assert not limited or systems[f"{OURS}, 1 group"]["forward_ratio"] < systems[OURS]["forward_ratio"]
             # FSDP2 of torch 2.15 holds one block less.
             most = 0.75 if harness.TORCH < (2, 15) else 1
             assert systems[OURS]["forward_ratio"] <= most and systems[OURS]["step_ratio"] <= 1
