@@ -98,7 +98,7 @@ class _Offloading:
 class CheckpointedInputs:
     """A context around calls of ``torch.utils.checkpoint.checkpoint`` whose inputs are to wait in host memory::
 
-        inputs = CheckpointedInputs()  # one for all blocks: each is copied back while the one after it computes
+        self.inputs = CheckpointedInputs()  # one for all blocks: each is copied back while the one after it computes
 
         def forward(self, x):
             for block in self.blocks:
@@ -107,7 +107,17 @@ class CheckpointedInputs:
             return x
 
     See ``offload_checkpointed_inputs``, which does this for blocks that it finds. Only the checkpoint function belongs
-    inside: other tensors that autograd saves there are offloaded too.
+    inside: other tensors that autograd saves there are offloaded too. Inside another checkpoint it does nothing.
+
+    Ranks: local, no communication.
+
+    Args:
+        min_bytes: smaller tensors stay on the device.
+        pin_memory: use page-locked host memory if the device is an accelerator.
+
+    Raises:
+        RuntimeError: in backward: an input that stayed on the device was modified in place since the forward, or one
+            that was offloaded while it was copied.
     """
 
     def __init__(self, *, min_bytes: int = 1 << 20, pin_memory: bool = True) -> None:
@@ -151,17 +161,19 @@ class _Kept:
         self._tensor, self._version_then = tensor, tensor._version
 
     def restore(self) -> torch.Tensor:
-        _refuse_written(self._tensor, self._version_then)
+        error = _error_if_written(self._tensor, self._version_then)
+        if error is not None:
+            raise error
         return self._tensor
 
 
-def _refuse_written(tensor: torch.Tensor, version: int) -> None:
-    if tensor._version != version:
-        raise RuntimeError(
-            f"an input of a checkpointed block, {tensor.dtype}, {tensor.numel()} elements, was modified by an inplace "
-            f"operation before backward: it is at version {tensor._version}; expected version {version}. Write to a "
-            "copy"
-        )
+def _error_if_written(tensor: torch.Tensor, version: int) -> RuntimeError | None:
+    if tensor._version == version:
+        return None
+    return RuntimeError(
+        f"an input of a checkpointed block, {tensor.dtype}, {tensor.numel()} elements, was modified by an inplace "
+        f"operation before backward: it is at version {tensor._version}; expected version {version}. Write to a copy"
+    )
 
 
 def _unpack(packed: _Kept | _Offloaded) -> torch.Tensor:
@@ -295,10 +307,7 @@ class _Streams:
         compute.wait_event(event)
         packed = ref()
         if packed is not None:
-            try:
-                _refuse_written(flat, version)
-            except RuntimeError as error:
-                packed.spoiled = error
+            packed.spoiled = _error_if_written(flat, version)
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
         flat = torch.empty(host.numel(), dtype=host.dtype, device=self._device)

@@ -539,11 +539,6 @@ class Communicator:
                 self._finish(buffer, discards)
             buffer.free()
 
-    @property
-    def buffer_bytes(self) -> int:
-        """The size of the reduce buffers."""
-        return sum([buffer.nbytes for buffer in self._buffers.values()])
-
     def _finish_averages(self, discards: bool = False) -> None:
         """Wait for the averages over replicas that are in flight, in order."""
         while self._averages:
