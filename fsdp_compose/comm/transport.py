@@ -175,8 +175,6 @@ class Transport:
     """
 
     name = "collectives"
-    is_exact = True
-    """Whether ``all_gather`` fills in the bits that it was given."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -185,6 +183,11 @@ class Transport:
     def exact(self) -> Transport:
         """The transport for what must arrive bit for bit and is no training: this one, or that below its wrappers."""
         return self
+
+    @property
+    def rounds(self) -> bool:
+        """Whether ``all_gather`` may fill in other bits than it was given."""
+        return False
 
     def over(self, change: Callable[[Transport], Transport]) -> Transport:
         """A transport like this one, with ``change(transport)`` where it sends bytes."""
@@ -214,8 +217,8 @@ class Transport:
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's part of it. Unless
-        ``is_exact``, it may have another dtype."""
+        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's part of it. If this
+        transport ``rounds``, it may have another dtype."""
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
         return self.group._allgather_base(whole, shard, _ALL_GATHER)

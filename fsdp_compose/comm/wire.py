@@ -177,16 +177,18 @@ class TransportWrapper(Transport):
             for one. Override ``as_gathered`` too, or nothing looks for such writes, which are lost.
     """
 
-    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        if self.is_exact:
-            return super().as_gathered(part, dtype)
-        return self.inner.as_gathered(part, dtype) if type(self).is_exact else None  # it is the inner one that rounds
+    is_exact = True
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.group)
         self.inner = inner
-        if not inner.is_exact:
-            self.is_exact = False
+
+    @property
+    def rounds(self) -> bool:
+        return not self.is_exact or self.inner.rounds
+
+    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        return self.inner.as_gathered(part, dtype) if self.is_exact else None
 
     def over(self, change: Callable[[Transport], Transport]) -> Transport:
         twin = copy.copy(self)
@@ -274,11 +276,13 @@ class Wire(TransportWrapper):
 
         return finish_with(work, whole.device, finish)
 
-    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        gathered = part.new_empty(part.shape, dtype=dtype)
+    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         encoding = _useful(self._gathers, part.numel(), dtype)
         if encoding is None:
-            return gathered.copy_(part)
+            return self.inner.as_gathered(part.to(dtype), dtype)
+        if self.inner.rounds:
+            return None
+        gathered = part.new_empty(part.shape, dtype=dtype)
         packed = _rows(part, 1, encoding.nbytes(part.numel()))[0, : encoding.nbytes(part.numel())]
         encoding.encode(part, packed)
         encoding.decode(packed, gathered, False)

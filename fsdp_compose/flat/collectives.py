@@ -364,7 +364,7 @@ class Communicator:
         """Gather the whole flat parameter, in its compute dtype, from ``shard`` (a tensor like the handle's own) into
         memory of its own, and wait for it: for functional mode."""
         mesh, shard, dtype = handle.mesh, handle.storage.on_device(shard), handle.unsharded.dtype
-        if mesh.transport.is_exact or mesh.shard_world_size == 1:
+        if not mesh.transport.rounds or mesh.shard_world_size == 1:
             shard = shard.to(dtype)
         if mesh.shard_world_size == 1:
             return shard.clone()

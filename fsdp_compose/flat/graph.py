@@ -210,7 +210,7 @@ class GatherPlan:
         flags: which of them require grad.
         arrives: the form of gradient that a backward delivers.
         before, is_average: the divisor of gradients before they are reduced, and whether the collective averages.
-        is_exact: shards arrive bit for bit.
+        rounds: the transport may gather other bits, and casts by itself.
     """
 
     route: str | None
@@ -226,7 +226,7 @@ class GatherPlan:
     arrives: GradientForm
     before: float
     is_average: bool
-    is_exact: bool
+    rounds: bool
 
     @property
     def needs_grad_leaf(self) -> bool:
@@ -243,7 +243,7 @@ class GatherPlan:
     # ---- Operators; called with the tensors of a graph that is being captured
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
-        flat = shard if shard.dtype == self.dtype or not self.is_exact else shard.to(self.dtype)
+        flat = shard if shard.dtype == self.dtype or self.rounds else shard.to(self.dtype)
         return flat if self.route is None else all_gather(flat, self.dtype, self.world_size, self.route)
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -469,7 +469,7 @@ def captured_flat(handle: FlatParamHandle, is_synced: bool, averages: bool, opti
         arrives,
         before,
         is_average,
-        is_alone or mesh.transport.is_exact,
+        not is_alone and mesh.transport.rounds,
     )
 
 

@@ -64,7 +64,7 @@ class ShardSource:
         own_slice = flat[rank * numel : (rank + 1) * numel]
         self.staging: torch.Tensor | None = None  # where a shard from the host waits to be cast; the caller allocates
         # What to do before the all-gather, and what it reads then. Without a cast that is the shard itself, else its
-        # cast in the buffer (in place); an inexact transport casts by itself.
+        # cast in the buffer (in place); a transport that rounds casts by itself.
         casts = own_slice.dtype != shard.dtype
         copies: _Copies = ([], shard)
         if copy_in is not None and not shard.is_meta:
@@ -83,7 +83,7 @@ class ShardSource:
 
     def gather_by(self, transport: Transport) -> None:
         """Move shards by this transport from now on."""
-        before, source = self._copies[transport.is_exact or self._is_local]
+        before, source = self._copies[not transport.rounds or self._is_local]
         issue = _issue_nothing
         if not self._is_local:
             issue = transport.prepared_all_gather(self._flat, source, self._label)

@@ -169,7 +169,7 @@ def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
     rank, numel = handle.mesh.shard_rank, handle.layout.shard_numel
     own = flat[rank * numel : (rank + 1) * numel]
     shard, storage, transport = handle.shard, handle.storage, handle.mesh.transport
-    if not transport.is_exact:
+    if transport.rounds:
         gathered = transport.as_gathered(storage.on_device(shard), own.dtype)
         if gathered is None:
             return []

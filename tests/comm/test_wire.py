@@ -478,15 +478,52 @@ def test_a_transport_of_the_user_that_says_nothing_of_rounding_gets_what_is_comp
     assert all(torch.equal(full(a.grad), full(b.grad)) for a, b in zip(plain.parameters(), model.parameters()))
 
 
+class Rounding(TransportWrapper):
+    """Does not say what it makes of shards."""
+
+    is_exact = False
+
+    def all_gather(self, whole, shard, label):
+        rank, numel = self.group.rank(), shard.numel()
+        own = whole[rank * numel : rank * numel + numel].copy_(shard.bfloat16())
+        return self.inner.all_gather(whole, own, label)
+
+
+class Told(Rounding):
+    """Knows it only when it is made."""
+
+    is_exact = True
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.is_exact = False
+
+
+INT8 = "int8"
+NESTED: dict[str, tuple[Callable[[Transport], Transport], str | None]] = {
+    "counts over a wire": (lambda inner: Counting(Wire(inner, Int8(), None), []), INT8),
+    "sums over a wire": (lambda inner: Wire(Wire(inner, Int8(), None), None, Int8()), INT8),
+    "says so over a wire": (lambda inner: Told(Wire(inner, Int8(), None)), None),
+    "says so": (Rounding, None),
+    "says so in an instance": (Told, None),
+    "counts over one that says so": (lambda inner: Counting(Rounding(inner), []), None),
+    "sums over one that says so": (lambda inner: Wire(Rounding(inner), None, Int8()), None),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
 @distributed(world_size=2)
-def test_a_transport_around_one_that_rounds_rounds_too():
-    model = shard_layers(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    set_transport(model, lambda transport, role: Counting(Wire(transport, Int8(), None), []))
+def test_a_transport_around_one_that_rounds_rounds_too(name):
+    wrap, gathered_as = NESTED[name]
+    model = shard_layers(Stack())
+    set_transport(model, lambda transport, role: wrap(transport))
     (transport,) = {handle.mesh.transport for handle in handles_of(model)[:1]}
-    assert not transport.is_exact
-    part = torch.randn(8)
-    assert torch.equal(transport.as_gathered(part, torch.float32), transport.inner.as_gathered(part, torch.float32))
-    for _ in range(2):  # with the looks for hidden writes
+    part, wire = torch.randn(300), Wire(transport.exact, Int8(), None)
+    for each in (transport, copy.copy(transport), transport.over(lambda inner: inner)):
+        assert each.rounds and not each.exact.rounds
+        shown = each.as_gathered(part, torch.float32)
+        assert shown is None if gathered_as is None else torch.equal(shown, wire.as_gathered(part, torch.float32))
+    for _ in range(3):  # with the looks for hidden writes
         mean_square(model, rows(0)).backward()
 
 
