@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,7 @@ from ..errors import MisuseError
 from ..optim import MatricesReport
 from .describe_formats import ModelFacts
 from .report import Report, Section, as_text, bytes_of
+from .step_events import StepEvent
 
 PARAMETERS, GATHERED, GRADIENTS, REDUCTIONS, OPTIMIZER, ACTIVATIONS, TEMPORARY, OTHER = KINDS = (
     "parameters",
@@ -137,6 +138,7 @@ class WorldFacts:
         computed: operations that had to run because torch cannot infer their output shapes.
         step: what the optimizer says of a step, if it is ``Muon`` or ``Matrixwise``.
         limited: the same step with each of the limits that ``plan`` was given.
+        events: what the rank does in that step, in order, for models of time; not in the report or in JSON.
     """
 
     world_size: int
@@ -150,6 +152,7 @@ class WorldFacts:
     step: MatricesReport | None = None
     advice: tuple[Advice, ...] = ()
     limited: tuple[LimitedFacts, ...] = ()
+    events: tuple[StepEvent, ...] = field(default=(), repr=False)
 
     def with_limit(self, limit: int | str) -> LimitedFacts:
         """What the limit with which this step was run does to it."""
@@ -192,7 +195,9 @@ class Plan:
         """Return everything as JSON, for programs."""
         worlds = []
         for world in self.worlds:
-            facts = asdict(world) | {"peak": {"doing": world.peak.doing, "nbytes": world.peak.nbytes}}
+            facts = asdict(replace(world, events=()))
+            del facts["events"]
+            facts["peak"] = {"doing": world.peak.doing, "nbytes": world.peak.nbytes}
             for moment in (*facts["moments"], facts["building"]):
                 moment["nbytes"] = sum(moment["bytes_by_kind"].values())
             worlds.append(facts)
