@@ -1,0 +1,15 @@
+"""How long a step takes, and which settings take least: a model of time on top of ``inspect``'s dry run.
+
+``hardware`` describes machines, ``schedule`` tells a step's time from its events."""
+
+from .hardware import PRESETS as PRESETS
+from .hardware import Curve as Curve
+from .hardware import Device as Device
+from .hardware import Hardware as Hardware
+from .hardware import Level as Level
+from .hardware import Network as Network
+from .hardware import hardware_of as hardware_of
+from .hardware import read_hardware as read_hardware
+from .schedule import Schedule as Schedule
+from .schedule import Span as Span
+from .schedule import schedule as schedule
