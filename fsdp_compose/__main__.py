@@ -7,7 +7,7 @@ import ast
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,8 +18,9 @@ from torch import nn
 from .api import plan
 from .flat import MixedPrecisionPolicy
 from .group import bytes_of_limit
-from .inspect import check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
+from .inspect import Plan, check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
 from .optim import Muon, muon_groups
+from .tuning import Tuning, tune
 
 # ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` as options, with progress and errors on stderr.
 
@@ -56,8 +57,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limits", metavar="'1 group,4GiB'", help="values of limit_unsharded_bytes to compare: peak against overlap"
     )
+    tuning = parser.add_argument_group("which settings are fastest", "docs/howto/tune.md")
+    tuning.add_argument("--tune", action="store_true", help="compare settings, and print the code of the fastest")
+    tuning.add_argument("--hardware", default="h100", metavar="h100", help="a preset, or calibrate's file")
+    tuning.add_argument("--node-size", type=int, metavar="N", help="ranks in a node (default: the hardware's)")
+    tuning.add_argument("--max-memory", metavar="80GB", help="of a rank (default: the hardware's)")
+    tuning.add_argument("--compiled", action="store_true", help="the blocks will be compiled")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a memory chart: .png, .svg, .pdf")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a chart: .png, .svg, .pdf")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
 
@@ -72,6 +79,9 @@ def run_plan(args: argparse.Namespace) -> int:
 
     try:
         world_sizes, options = world_sizes_of(args.world_size), _options_of(args)
+        run: Callable[..., Plan | Tuning] = partial(plan, world_sizes=world_sizes, **options)
+        if args.tune:
+            run = partial(tune, **_tune_options_of(args, world_sizes, options))
         if args.plot is not None:
             check_picture(args.plot)
         progress.note(f"importing {args.model}")
@@ -81,7 +91,7 @@ def run_plan(args: argparse.Namespace) -> int:
     except Exception as error:
         return failed(FAILURE, f"--model {args.model}: {_located(error)}")
     try:
-        found = plan(partial(factory, **_settings_of(args.set)), world_sizes, note=progress.note, **options)
+        found = run(partial(factory, **_settings_of(args.set)), note=progress.note)
         if args.plot is not None:
             found.save(args.plot)
     except KeyboardInterrupt:
@@ -113,15 +123,43 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _tune_options_of(args: argparse.Namespace, sizes: Sequence[int], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as arguments of ``tune()``. Raises ValueError for an invalid one."""
+    given = dict(options)
+    chosen = [given.pop(name) for name in ("mesh", "reshard_after_forward", "strategy", "limits")]
+    if args.keep_gathered or any(chosen):
+        raise ValueError("--tune: it chooses --mesh, --strategy, --keep-gathered and --limits itself: leave them out")
+    if len(sizes) > 1:
+        raise ValueError(f"--tune: expected one --world-size, got {args.world_size}")
+    memory = None if args.max_memory is None else _size_of(args.max_memory)
+    if args.max_memory is not None and not memory:
+        raise ValueError(f"--max-memory {args.max_memory}: expected a size, for example 80GB")
+    return given | {
+        "world_size": sizes[0],
+        "hardware": args.hardware,
+        "node_size": args.node_size,
+        "max_memory": memory,
+        "is_compiled": args.compiled,
+    }
+
+
 def _limit_of(text: str) -> int | str:
+    size = _size_of(text)
+    if size is None:
+        bytes_of_limit(text)  # raises, unless it is a number of groups
+    return text if size is None else size
+
+
+def _size_of(text: str) -> int | None:
+    """Parse ``4GiB``; ``None``: it is no size."""
     number = text.rstrip("KMGiB")
-    if number.isdecimal() and text[len(number) :] in _UNITS:
-        return int(number) * _UNITS[text[len(number) :]]
-    bytes_of_limit(text)  # raises, unless it is a number of groups
-    return text
+    unit = _UNITS.get(text[len(number) :])
+    return int(number) * unit if number.isdecimal() and unit is not None else None
 
 
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_UNITS = {
+    "": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+}  # fmt: skip
 
 
 def _optimizer_of(name: str, foreach: bool) -> dict[str, Any]:

@@ -152,12 +152,18 @@ def simulate(
             f"rank {dist.get_rank()}: plan() makes its own process groups, but this process already has one: call "
             "plan() in a separate process, or before init_process_group()"
         )
+    gc.collect()
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()  # what is older than the model takes no time in the collections below
     excepthook = sys.excepthook  # torch's writes the rank before each line, once more for each process group
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         return _Simulation(world_size, note).run(build, make_optimizer)
     finally:
         gc.collect()  # models are cycles: the memory is needed for the next
+        if freezes:
+            gc.unfreeze()
         dist.destroy_process_group()
         sys.excepthook = excepthook
 

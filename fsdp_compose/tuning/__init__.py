@@ -1,7 +1,11 @@
 """How long a step takes, and which settings take least: a model of time on top of ``inspect``'s dry run.
 
-``hardware`` describes machines, ``schedule`` tells a step's time from its events."""
+``hardware`` describes machines, ``schedule`` tells a step's time from its events, ``setting`` is one way to shard a
+model, ``search`` tries many, and ``answer`` is what it found."""
 
+from .answer import Rejected as Rejected
+from .answer import Result as Result
+from .answer import Tuning as Tuning
 from .hardware import PRESETS as PRESETS
 from .hardware import Curve as Curve
 from .hardware import Device as Device
@@ -13,3 +17,5 @@ from .hardware import read_hardware as read_hardware
 from .schedule import Schedule as Schedule
 from .schedule import Span as Span
 from .schedule import schedule as schedule
+from .search import tune as tune
+from .setting import Setting as Setting

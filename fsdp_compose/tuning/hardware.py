@@ -70,7 +70,7 @@ class Device:
         fresh: seconds for a byte of new memory, in pieces of at least ``fresh_from`` bytes: page faults of a CPU.
         curves: seconds of element-wise operations by bytes, where ``memory`` says too little.
         collectives: seconds of a core that a collective takes, by kind and bytes, if nothing ``overlaps``.
-        error: the relative error of predicted times to expect.
+        error: the relative error to expect of the ratio of two predicted times of one model.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Device:
     fresh_from: int = 32 << 20
     curves: Mapping[str, Curve] = field(default_factory=dict)
     collectives: Mapping[str, Curve] = field(default_factory=dict)
-    error: float = 0.3
+    error: float = 0.1
 
     def compiled(self) -> Device:
         """This device where blocks are compiled: fewer bytes, and less for the host to do."""
