@@ -152,7 +152,6 @@ def simulate(
             f"rank {dist.get_rank()}: plan() makes its own process groups, but this process already has one: call "
             "plan() in a separate process, or before init_process_group()"
         )
-    gc.collect()
     freezes = not gc.get_freeze_count()
     if freezes:
         gc.freeze()  # what is older than the model takes no time in the collections below

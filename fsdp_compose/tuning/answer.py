@@ -28,7 +28,7 @@ class Result:
         peak: bytes of a rank's device.
         times: see ``Schedule``.
         events: what a step with one micro-batch does; not in JSON.
-        code: a function ``shard(model)`` to paste; only of the best ones.
+        code: a function ``shard(model)`` to paste.
     """
 
     setting: Setting

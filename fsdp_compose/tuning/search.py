@@ -99,7 +99,13 @@ def tune(
 
 
 class _Model:
-    """Makes the model, for each setting."""
+    """Makes the model, for each setting.
+
+    Attributes:
+        num_blocks: how many modules become groups by default; known when the model has been made.
+        can_split: whether they have large modules inside.
+        codes: the code of the settings that it was made for.
+    """
 
     def __init__(
         self,
@@ -115,23 +121,21 @@ class _Model:
         if batch is None and self._takes_batch:
             default = inspect.signature(factory).parameters["batch"].default
             self.batch = default if isinstance(default, int) else None
+        self.num_blocks, self.can_split = 0, False
+        self.codes: dict[Setting, str] = {}
 
-    def unsharded(self, batch: int) -> tuple[nn.Module, LossOf, list[nn.Module]]:
+    def build(self, device: str, setting: Setting) -> tuple[nn.Module, LossOf]:
+        batch = setting.batch
         factory = partial(self._factory, batch=batch) if self._takes_batch and batch else self._factory
         is_of_tokens = self._seq is not None
         model, loss_of = model_of(factory, batch if is_of_tokens else None, self._seq)
         if states_to_run(model):
             raise MisuseError("tune(): the factory returns an already sharded model: let it return the plain one")
-        return model, loss_of, modules_to_wrap(model, self._wrap)
-
-    def build(self, setting: Setting) -> tuple[nn.Module, LossOf]:
-        model, loss_of, blocks = self.unsharded(setting.batch)
+        blocks = [block for block in modules_to_wrap(model, self._wrap) if block is not model]
+        self.num_blocks, self.can_split = len(blocks), bool(blocks and large_children(blocks))
+        self.codes[setting] = code_of(setting, model, blocks, self._mp_policy, device)
         apply_setting(setting, model, blocks, self._mp_policy)
         return model, loss_of
-
-    def code(self, setting: Setting, device: str) -> str:
-        model, _, blocks = self.unsharded(setting.batch)
-        return code_of(setting, model, blocks, self._mp_policy, device)
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,6 @@ class _Search:
             for setting in self._other_groups(result.setting):
                 self._try(setting, default, first)
         ranked = self._ranked()
-        device = "cuda" if self._hardware.device.overlaps else "cpu"
-        best = [replace(result, code=self._model.code(result.setting, device)) for result in ranked[:_MOST_SHOWN]]
         return Tuning(
             model=first.facts.layout.name,
             world_size=self._world_size,
@@ -186,7 +188,7 @@ class _Search:
             max_memory=memory,
             hardware=self._hardware,
             is_compiled=self._is_compiled,
-            results=(*best, *ranked[_MOST_SHOWN:]),
+            results=tuple(ranked),
             default=plain,
             rejected=tuple(Rejected(setting, why) for setting, why in self._rejected.items()),
             num_runs=self._num_runs,
@@ -225,13 +227,11 @@ class _Search:
                     break
 
     def _other_groups(self, setting: Setting) -> Iterator[Setting]:
-        model, _, blocks = self._model.unsharded(setting.batch)
-        del model
         per_group = 2
-        while per_group <= min(_MOST_BLOCKS_PER_GROUP, len(blocks) // 2):
+        while per_group <= min(_MOST_BLOCKS_PER_GROUP, self._model.num_blocks // 2):
             yield replace(setting, per_group=per_group)
             per_group *= 2
-        if blocks and large_children(blocks):
+        if self._model.can_split:
             yield replace(setting, splits=True)
 
     # ---- What it gives
@@ -267,7 +267,7 @@ class _Search:
     def _dry_run(self, setting: Setting) -> _Run:
         self._num_runs += 1
         found = simulate(
-            partial(self._model.build, setting),
+            partial(self._model.build, "cuda" if self._hardware.device.overlaps else "cpu", setting),
             self._make_optimizer,
             self._world_size,
             lambda line: self._note(f"run {self._num_runs}, {setting}: {line}"),
@@ -289,13 +289,10 @@ class _Search:
     def _result(self, setting: Setting, run: _Run) -> Result:
         events = run.facts.events
         times = predict(setting, events, self._hardware, self._is_compiled)
-        return Result(setting, run.peak, times, events)
+        return Result(setting, run.peak, times, events, self._model.codes[setting])
 
     def _ranked(self) -> list[Result]:
         return sorted(self._found.values(), key=lambda result: result.times.seconds)
-
-
-_MOST_SHOWN = 5
 
 
 def _splits_of(batch: int) -> list[int]:
