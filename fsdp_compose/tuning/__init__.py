@@ -19,3 +19,4 @@ from .schedule import Span as Span
 from .schedule import schedule as schedule
 from .search import tune as tune
 from .setting import Setting as Setting
+from .setting import apply_setting as apply_setting
