@@ -1,7 +1,11 @@
 """How long a step takes, and which settings take least: a model of time on top of ``inspect``'s dry run.
 
-``hardware`` describes machines, ``schedule`` tells a step's time from its events."""
+``hardware`` describes machines, ``schedule`` tells a step's time from its events. ``calibration`` measures a machine:
+``workload`` is what it measures, and ``fitting`` turns the times into ``hardware``."""
 
+from .calibration import BUSY as BUSY
+from .calibration import calibrate as calibrate
+from .calibration import write_hardware as write_hardware
 from .hardware import PRESETS as PRESETS
 from .hardware import Curve as Curve
 from .hardware import Device as Device
@@ -13,3 +17,4 @@ from .hardware import read_hardware as read_hardware
 from .schedule import Schedule as Schedule
 from .schedule import Span as Span
 from .schedule import schedule as schedule
+from .workload import Workload as Workload
