@@ -178,16 +178,16 @@ def _run_ranks(job: _Job, note: Note, deadline: float) -> list[Sample]:
         _start(ranks)
         while True:
             # Looked at before the reports: what a process has put, it has put before it ended.
-            ended = [(rank, process.exitcode) for rank, process in enumerate(ranks) if process.exitcode is not None]
+            has_ended = any(process.exitcode is not None for process in ranks)
             if not reports.empty():
                 what, value = reports.get()
                 if what == "samples":
                     return [*value]
                 if what == "failed":
-                    raise RuntimeError(f"calibrate: {value}")
+                    raise RuntimeError(f"calibrate: {_died(ranks) or value}")
                 note(value)
-            elif ended:
-                raise RuntimeError(f"calibrate: rank {ended[0][0]} has died (exit status {ended[0][1]})")
+            elif has_ended:
+                raise RuntimeError(f"calibrate: {_died(ranks)}")
             elif time.monotonic() > deadline:
                 raise RuntimeError("calibrate: the time is over; has the machine a core for each process?")
             else:
@@ -197,6 +197,15 @@ def _run_ranks(job: _Job, note: Note, deadline: float) -> list[Sample]:
             if process.pid is not None:
                 process.kill()
                 process.join()
+
+
+def _died(ranks: Sequence[Any]) -> str:
+    """Which rank has died without a report, perhaps a moment ago: others fail for that, and may be faster to say so."""
+    for rank, process in enumerate(ranks):
+        process.join(0.1)
+        if process.exitcode:
+            return f"rank {rank} has died (exit status {process.exitcode})"
+    return ""
 
 
 def _start(processes: Sequence[Any]) -> None:
@@ -226,7 +235,7 @@ def _rank_main(rank: int, port: int, job: _Job, reports: Any) -> None:
             reports.put(("samples", samples))
         parent.join()  # it ends this process; connections that close earlier look like a failure to other ranks
     except BaseException:
-        reports.put(("failed", f"rank {rank} failed:\n{traceback.format_exc()}"))
+        reports.put(("failed", f"rank {rank} failed:\n{traceback.format_exc()}"))  # and this process ends with status 0
 
 
 def _measure(job: _Job, device: torch.device, note: Note) -> list[Sample]:

@@ -70,6 +70,8 @@ class Action:
 
 def actions_of(work: Workload, dtypes: Sequence[torch.dtype], device: torch.device) -> Iterator[Action]:
     """Ranks: all, in a process group."""
+    if device.type == "cpu":
+        _keep_freed_memory()
     random_of = partial(torch.randn, device=device)
     for dtype in dtypes:
         for m, k, n in work.products:
@@ -89,6 +91,12 @@ def actions_of(work: Workload, dtypes: Sequence[torch.dtype], device: torch.devi
     if dist.get_world_size() > 1:
         for nbytes in work.collective_bytes:
             yield from _collectives(nbytes, device)
+
+
+def _keep_freed_memory() -> None:
+    """Bring the C library to where a training step soon brings it: it keeps freed memory for later, except for pieces
+    of 32 MiB and more. Before it has freed a large piece, results of some MiB are new memory again and again."""
+    torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)
 
 
 class _Seen(DispatchMode):

@@ -68,9 +68,9 @@ def test_a_file_may_leave_out_what_has_a_default(tmp_path: Path):
     [
         ("[device]", "[device", "hardware {path}: Expected"),
         (
-            "[device]",
-            "[gpu]",
-            "hardware {path}: expected the tables [device] and [network], found gpu, device, network",
+            "[device",
+            "[gpu",
+            "hardware {path}: expected the tables [device] and [network], found gpu, network",
         ),
         ("[[network.level]]", "[network.other]", "hardware {path}: expected [[network.level]] at least once"),
         ("memory =", "memroy =", "hardware {path}: device: unknown memroy; known are attention, "),
