@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from fsdp_compose.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from fsdp_compose.errors import MisuseError
 from fsdp_compose.inspect import Operation
-from fsdp_compose.tuning import PRESETS, Curve, Level, Network, hardware_of, read_hardware
+from fsdp_compose.tuning import PRESETS, Curve, Device, Level, Network, hardware_of, read_hardware
+from tests.harness import ROOT
 
 MINIMAL = """\
 [device]
@@ -61,6 +63,17 @@ def test_a_file_may_leave_out_what_has_a_default(tmp_path: Path):
     assert found.device.source == str(path) and found.device.attention == (1e12, 2e12)
     assert found.device.overlaps and found.device.kernel == 4e-6 and found.calibrated == {}
     assert found.network == Network((Level(0, 1e9, 1e-6),), 0.0)
+
+
+def test_the_example_in_the_documentation_is_a_file_and_the_tables_have_every_entry(tmp_path: Path):
+    page = (ROOT / "docs/howto/tune.md").read_text()
+    path = tmp_path / "hardware.toml"
+    path.write_text(page.partition("```text\n")[2].partition("```")[0])
+    assert {*read_hardware(path).device.matmul} == {"float32", "float32 nt"}
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("|"))
+    names = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", rows)}
+    entries = {item.name for item in (*fields(Device), *fields(Level))} - {"source"}
+    assert names == entries | {"level"}
 
 
 @pytest.mark.parametrize(
