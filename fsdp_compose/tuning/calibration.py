@@ -85,9 +85,10 @@ def calibrate(
     dtypes = dtypes or ((torch.float32, torch.bfloat16) if is_cuda else (torch.float32,))
     _check(is_cuda, processes, threads, rounds, clock)
     cpu, make_optimizer = torch.device("cpu"), partial(tiny_optimizer, is_cuda)
-    alone = simulate(partial(tiny_model, cpu), make_optimizer, 1, note).events
-    sharded = plan(partial(tiny_sharded_model, cpu), processes, optimizer_of=make_optimizer, note=note).worlds[0].events
-    note(f"starting {processes} processes")
+    note("simulating steps of a tiny model")
+    alone = simulate(partial(tiny_model, cpu), make_optimizer, 1, lambda _: None).events
+    sharded = plan(partial(tiny_sharded_model, cpu), processes, optimizer_of=make_optimizer).worlds[0].events
+    note(f"starting {processes} process{'es' if processes > 1 else ''}")
     job = _Job(processes, threads, rounds, (*dtypes,), workload or Workload(), is_cuda)
     samples = _run_ranks(job, note, begun + time_limit)
     busy = 0.0 if is_cuda else busy_of(samples, threads)

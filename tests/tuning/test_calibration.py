@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +23,7 @@ from fsdp_compose.errors import MisuseError, MisuseRuntimeError
 from fsdp_compose.inspect import Operation
 from fsdp_compose.tuning import Curve, Hardware, Level, Workload, calibrate, hardware_of, write_hardware
 from fsdp_compose.tuning.fitting import Sample, busy_of, curves_of, fitted_network, fitted_products
-from tests.harness import fake_process_group
+from tests.harness import ROOT, fake_process_group
 from tests.tuning.failing_sizes import EndsOneRank, FailsOnOneRank, StopsOneRank
 
 SMALL = Workload(
@@ -139,7 +143,7 @@ def test_the_command_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert command_line.main(["calibrate", "--processes=1", "--rounds=1", "--cpu-time", "--busy-ok"]) == 0
     out, err = capsys.readouterr()
     assert out == "written: hardware.toml\n"
-    assert "starting 1 processes\nmeasuring\n" in err
+    assert "starting 1 process\n" in err and "measuring\n" in err
     assert hardware_of("hardware.toml").calibrated["processes"] == 1
     assert os.listdir() == ["hardware.toml"]
 
@@ -174,6 +178,32 @@ def test_the_command_fails_without_a_file(
         assert command_line.main(["calibrate", "--quiet"]) == 1
     assert capsys.readouterr().err.endswith("\nnothing was written\n")
     assert not os.listdir()
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path):
+    """As in a terminal: all its processes get the signal."""
+    program = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_compose", "calibrate", "--processes=2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert program.stderr is not None
+        lines = iter(program.stderr.readline, "")
+        assert "starting 2 processes\n" in lines
+        time.sleep(0.5)
+        os.killpg(program.pid, signal.SIGINT)
+        said = program.communicate(timeout=30)[1]
+        assert said.endswith("interrupted (starting 2 processes): nothing was written\n")
+        assert "Traceback" not in said
+        assert program.returncode == 130
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+    assert not os.listdir(tmp_path)
 
 
 # ---- What the times say
