@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from .flat import MixedPrecisionPolicy
 from .group import bytes_of_limit
 from .inspect import Plan, check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
 from .optim import Muon, muon_groups
-from .tuning import Tuning, tune
+from .tuning import BUSY, Tuning, calibrate, tune, write_hardware
 
 # ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` as options, with progress and errors on stderr.
 
@@ -227,6 +228,60 @@ class _Progress:
             print("\x1b[K", end="", file=self._file, flush=True)
 
 
+# ---- ``python -m fsdp_compose calibrate``: the arguments of ``calibrate()`` as options
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=Path("hardware.toml"), metavar="FILE", help="hardware.toml")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="how many measure at the same time (default: one per GPU; CPU: 2)"
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process, on the CPU (default: 1)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="measure everything N times (default: 7)")
+    parser.add_argument(
+        "--dtypes", metavar="fp32,bf16", help="dtypes of matrix products (default: fp32, and bf16 on GPUs)"
+    )
+    parser.add_argument("--node-bandwidth", type=float, metavar="GB/s", help="between two nodes like this one")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time: for a CPU that is never idle")
+    parser.add_argument("--busy-ok", action="store_true", help="write the file even if the machine is busy")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Write what ``calibrate()`` measures. Errors are reported in a few lines on stderr."""
+    progress = _Progress(sys.stderr, args.quiet)
+
+    def failed(status: int, text: str) -> int:
+        progress.clear()
+        print(text, file=sys.stderr)
+        return status
+
+    if not args.output.absolute().parent.is_dir():  # not after a minute
+        return failed(USAGE, f"--output {args.output}: there is no folder {args.output.parent}")
+    try:
+        dtypes = [*filter(None, (dtype_of(name, "--dtypes") for name in (args.dtypes or "").split(",") if name))]
+        hardware = calibrate(
+            processes=args.processes,
+            threads=args.threads,
+            rounds=args.rounds,
+            dtypes=dtypes,
+            clock="cpu" if args.cpu_time else "wall",
+            node_bandwidth=None if args.node_bandwidth is None else args.node_bandwidth * 1e9,
+            most_busy=math.inf if args.busy_ok else BUSY,
+            note=progress.note,
+        )
+        write_hardware(hardware, args.output)
+    except KeyboardInterrupt:
+        return failed(INTERRUPTED, f"interrupted ({progress.doing}): nothing was written")
+    except (RuntimeError, OSError) as error:
+        return failed(FAILURE, f"{error}\nnothing was written")
+    except ValueError as error:
+        return failed(USAGE, str(error))
+    progress.clear()
+    print(f"written: {args.output}")
+    return 0
+
+
 # ---- The commands
 
 
@@ -245,6 +300,7 @@ def _hang(args: argparse.Namespace) -> int:
 
 Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
+    "calibrate": ("measure this machine, for predictions of how long a step takes", _add_calibrate, _calibrate),
     "hang": ("read the logs of ranks that hang, and tell which rank is late and where", _add_hang, _hang),
     "plan": ("estimate memory and communication of a training step on many ranks", add_plan_arguments, run_plan),
 }

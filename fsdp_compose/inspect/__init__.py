@@ -41,6 +41,7 @@ from .step_events import Issue as Issue
 from .step_events import Operation as Operation
 from .step_events import StepEvent as StepEvent
 from .step_events import Wait as Wait
+from .step_events import operation_of as operation_of
 from .trace import Trace as Trace
 from .trace import record_collectives as record_collectives
 from .trace import trace as trace
