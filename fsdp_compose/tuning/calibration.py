@@ -34,7 +34,7 @@ from ..errors import MisuseError, MisuseRuntimeError
 from ..inspect import simulate
 from .fitting import CPU, WALL, Sample, busy_of, fitted_device, fitted_network, with_host
 from .hardware import Hardware
-from .workload import Action, Workload, actions_of, tiny_model, tiny_optimizer, tiny_sharded_model
+from .workload import GPU_WORKLOAD, Action, Workload, actions_of, tiny_model, tiny_optimizer, tiny_sharded_model
 
 BUSY = 1.2  # wall time by CPU time, above which something else uses the cores
 Note: TypeAlias = Callable[[str], None]
@@ -67,7 +67,7 @@ def calibrate(
         most_busy: the wall time by CPU time that is accepted on a CPU with a core for each thread; ``math.inf``: any.
         node_bandwidth: bytes a second between two nodes like this one, which one machine can't measure. ``None``: there
             is only this one.
-        workload: sizes of what is measured.
+        workload: sizes of what is measured. Default: ``Workload()``, larger ones on GPUs.
         time_limit: give up after this many seconds.
         note: called with a line of text about the progress.
 
@@ -83,13 +83,14 @@ def calibrate(
     is_cuda, note = torch.cuda.is_available(), note or (lambda _: None)
     processes = (torch.cuda.device_count() if is_cuda else 2) if processes is None else processes
     dtypes = dtypes or ((torch.float32, torch.bfloat16) if is_cuda else (torch.float32,))
-    _check(is_cuda, processes, threads, rounds, clock)
+    _check(is_cuda, processes, threads, rounds, clock, node_bandwidth)
     cpu, make_optimizer = torch.device("cpu"), partial(tiny_optimizer, is_cuda)
     note("simulating steps of a tiny model")
     alone = simulate(partial(tiny_model, cpu), make_optimizer, 1, lambda _: None).events
     sharded = plan(partial(tiny_sharded_model, cpu), processes, optimizer_of=make_optimizer).worlds[0].events
     note(f"starting {processes} process{'es' if processes > 1 else ''}")
-    job = _Job(processes, threads, rounds, (*dtypes,), workload or Workload(), is_cuda)
+    workload = workload or (GPU_WORKLOAD if is_cuda else Workload())
+    job = _Job(processes, threads, rounds, (*dtypes,), workload, is_cuda)
     samples = _run_ranks(job, note, begun + time_limit)
     busy = 0.0 if is_cuda else busy_of(samples, threads)
     if busy > most_busy and processes * threads <= _num_cores():
@@ -121,13 +122,15 @@ def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _check(is_cuda: bool, processes: int, threads: int, rounds: int, clock: str) -> None:
+def _check(is_cuda: bool, processes: int, threads: int, rounds: int, clock: str, node_bandwidth: float | None) -> None:
     if min(processes, threads, rounds) < 1:
         raise MisuseError(f"{processes} processes, {threads} threads, {rounds} rounds: expected at least 1 of each")
     if is_cuda and processes > torch.cuda.device_count():
         raise MisuseError(f"{processes} processes: expected at most one for each of {torch.cuda.device_count()} GPUs")
     if clock not in (WALL, CPU):
         raise MisuseError(f"clock={clock!r}: expected {WALL!r} or {CPU!r}")
+    if node_bandwidth is not None and not node_bandwidth > 0:
+        raise MisuseError(f"a bandwidth between nodes of {node_bandwidth} bytes a second: expected a positive number")
     if clock == CPU and (is_cuda or threads > 1):
         raise MisuseError(
             "CPU time: expected a CPU and one thread for each process; elsewhere it does not say how long"

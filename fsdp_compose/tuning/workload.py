@@ -23,7 +23,7 @@ from ..inspect import Operation, operation_of
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of what is measured. The defaults take about a minute.
+    """Sizes of what is measured. The defaults are for a CPU and take about a minute.
 
     Attributes:
         products: sizes (m, k, n) of matrix products.
@@ -43,6 +43,15 @@ class Workload:
     new_bytes: int = 1 << 26
     seconds: float = 0.01
 
+
+# So large that a GPU computes for longer than the host needs to issue it; of element-wise operations and collectives,
+# small ones too.
+GPU_WORKLOAD = Workload(
+    products=((2048, 2048, 2048), (4096, 4096, 4096), (8192, 1024, 4096), (8192, 4096, 1024), (16384, 4096, 4096)),
+    attentions=((4, 16, 2048, 64), (4, 16, 2048, 128), (1, 32, 4096, 128)),
+    tensor_bytes=(1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
+    collective_bytes=(1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
+)
 
 TINY, NUM_TINY = "tiny operations", 100
 FRESH, KEPT = "new memory", "kept memory"

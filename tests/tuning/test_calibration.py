@@ -26,6 +26,7 @@ from fsdp_compose.tuning.fitting import Sample, busy_of, curves_of, fitted_netwo
 from tests.harness import ROOT, fake_process_group
 from tests.tuning.failing_sizes import EndsOneRank, FailsOnOneRank, StopsOneRank
 
+pytestmark = pytest.mark.timeout(300)  # each process that is spawned imports torch
 SMALL = Workload(
     products=((32, 32, 32), (128, 128, 128), (64, 256, 128)),
     attentions=((1, 4, 64, 32),),
@@ -121,6 +122,7 @@ def test_what_happens_to_one_rank_ends_all(sizes: type[tuple], time_limit: float
     [
         ({"processes": 0}, "0 processes, 1 threads, 7 rounds: expected at least 1 of each"),
         ({"rounds": 0}, "2 processes, 1 threads, 0 rounds: expected at least 1 of each"),
+        ({"node_bandwidth": 0.0}, "a bandwidth between nodes of 0.0 bytes a second: expected a positive number"),
         ({"clock": "sun"}, "clock='sun': expected 'wall' or 'cpu'"),
         ({"clock": "cpu", "threads": 2}, "CPU time: expected a CPU and one thread for each process"),
     ],
