@@ -91,7 +91,7 @@ class Ledger:
     def resized(self, storage: torch.UntypedStorage) -> None:
         item = self._items.get(storage_id(storage))
         if item is not None:
-            self._change(item, storage.nbytes() - item.nbytes)
+            self._grow(item, storage.nbytes() - item.nbytes)
 
     def exchanged(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         """Note that two storages exchanged their memory, as those of unsharded parameters do."""
@@ -107,7 +107,7 @@ class Ledger:
         item = self._items.get(key)
         if item is None:
             item = self._items[key] = _Item(self._kind_of_new(), 0, weakref.ref(storage, partial(self._died, key)))
-            self._change(item, storage.nbytes())
+            self._grow(item, storage.nbytes())
         return item
 
     def _kind_of_new(self) -> str:
@@ -125,11 +125,14 @@ class Ledger:
         item = self._items.pop(key)
         self._change(item, -item.nbytes)
 
+    def _grow(self, item: _Item, growth: int) -> None:
+        if growth > 0:
+            self.events.append(Allocated(growth))
+        self._change(item, growth)
+
     def _change(self, item: _Item, growth: int) -> None:
         if growth:
             item.nbytes += growth
-            if growth > 0:
-                self.events.append(Allocated(growth))
             self._phases[-1][1].append((item, growth))
 
     # ---- afterwards

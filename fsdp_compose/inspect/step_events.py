@@ -29,7 +29,7 @@ class Operation:
         nbytes: bytes that are read and written at least: its arguments and results once each.
         dtype: of the first argument.
         num_tensors: how many tensors it updates, if it takes a list of them.
-        is_transposed: of a product of two matrices: whether each is stored by columns.
+        layout: of a product of two matrices: for each ``n``, or ``t`` if it is stored by columns; else empty.
         is_attention: whether it is an attention.
         is_repeated: it belongs to a forward that backward recomputes.
     """
@@ -40,7 +40,7 @@ class Operation:
     nbytes: int
     dtype: torch.dtype
     num_tensors: int = 1
-    is_transposed: tuple[bool, bool] = (False, False)
+    layout: str = ""
     is_attention: bool = False
     is_repeated: bool = False
 
@@ -110,7 +110,6 @@ def operation_of(
     else:
         nbytes = _bytes_of(given) + _bytes_of(made or listed)
     first = (given or made)[0] if given or made else torch.empty(0)
-    shapes = [item for item in given if item.ndim > 1][-2:]
     is_attention = "scaled_dot_product" in name
     return Operation(
         name=name,
@@ -119,7 +118,7 @@ def operation_of(
         nbytes=nbytes,
         dtype=first.dtype,
         num_tensors=max(1, len(listed)),
-        is_transposed=(_is_transposed(shapes[0]), _is_transposed(shapes[1])) if len(shapes) == 2 else (False, False),
+        layout="".join(map(_layout_of, given[-2:])) if name in _OF_MATRICES else "",
         is_attention=is_attention,
     )
 
@@ -129,14 +128,15 @@ _WITHOUT_KERNEL = {
     "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
 _GATHERING = {"embedding", "index_select", "gather"}
+_OF_MATRICES = {"mm", "addmm"}
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(item.numel() * item.element_size() for item in tensors)
 
 
-def _is_transposed(matrix: torch.Tensor) -> bool:
-    return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
+def _layout_of(matrix: torch.Tensor) -> str:
+    return "t" if matrix.stride(-1) != 1 and matrix.stride(-2) == 1 else "n"
 
 
 @cache

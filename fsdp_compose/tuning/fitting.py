@@ -90,7 +90,7 @@ def is_backward(attention: Operation) -> bool:
 def _key_of(product: Operation) -> str:
     """The key in ``Device.matmul``."""
     dtype = str(product.dtype).removeprefix("torch.")
-    return dtype if product.name == "bmm" else f"{dtype} {''.join('nt'[item] for item in product.is_transposed)}"
+    return f"{dtype} {product.layout}".strip()
 
 
 def fitted_products(products: Iterable[tuple[str, float, float, float]]) -> tuple[dict[str, float], float]:

@@ -116,8 +116,7 @@ class Device:
 
     def _matmul_rate(self, operation: Operation) -> float:
         dtype = str(operation.dtype).removeprefix("torch.")
-        layout = "".join("nt"[is_transposed] for is_transposed in operation.is_transposed)
-        for key in (f"{dtype} {layout}", dtype):
+        for key in (f"{dtype} {operation.layout}", dtype):
             if key in self.matmul:
                 return self.matmul[key]
         if dtype not in ("float64", "float32", "float16", "bfloat16"):  # products of whole numbers, say

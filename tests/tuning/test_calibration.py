@@ -78,7 +78,7 @@ def test_operations_that_were_not_measured_take_about_as_long_as_predicted(hardw
     (m, k, n), nbytes = MIX
     a, b, x = torch.randn(m, k), torch.randn(n, k), torch.randn(nbytes // 4)
     predicted = [
-        Operation("mm", "", 2.0 * m * k * n, 4 * (m * k + k * n + m * n), torch.float32, is_transposed=(False, True)),
+        Operation("mm", "", 2.0 * m * k * n, 4 * (m * k + k * n + m * n), torch.float32, layout="nt"),
         Operation("gelu", "", 0.0, 2 * nbytes, torch.float32),
         Operation("mul_", "", 0.0, 2 * nbytes, torch.float32),
     ]

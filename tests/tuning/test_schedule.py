@@ -179,6 +179,6 @@ def test_a_dtype_that_the_hardware_does_not_know_is_named():
 
 def test_the_layout_of_matrices_decides_if_the_hardware_tells_them_apart():
     device = Device("cpu", "", {"float32": TERA, "float32 nt": TERA / 2}, (1, 1), 1e9, kernel=0, host=0, overlaps=False)
-    by_columns = Operation("mm", "forward", TERA, 0, torch.float32, is_transposed=(False, True))
+    by_columns = Operation("mm", "forward", TERA, 0, torch.float32, layout="nt")
     assert seconds_of(by_columns, device=device) == pytest.approx(2)
     assert seconds_of(product(1), device=device) == pytest.approx(1)

@@ -100,6 +100,19 @@ def test_new_memory_is_noted():
     assert Allocated(logits) in events
 
 
+def test_unsharded_parameters_that_use_memory_in_turn_are_no_new_memory():
+    """Groups exchange their memory: a step in which nothing is freed in between needs it once."""
+    found = plan(Net, 2, batch=2, seq=16, reshard_after_forward=True).worlds[0]
+    whole = max(item.nbytes for item in found.collectives if item.group == "blocks.0")
+    num_gathers = sum(item.kind == "all-gather" for item in found.collectives)
+    assert 0 < sum(event == Allocated(whole) for event in found.events) < num_gathers
+
+
+def test_the_layout_of_products_is_noted():
+    found = {(event.name, event.layout) for event in events_of(Net, batch=2, seq=16) if getattr(event, "flops", 0)}
+    assert found == {("addmm", "nt"), ("mm", "nt"), ("mm", "nn"), ("mm", "tn")}
+
+
 def test_layers_that_repeat_cost_no_more_shapes():
     """The results of an operation are found once for the same shapes, strides, dtypes and other arguments."""
 
