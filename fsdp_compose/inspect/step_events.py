@@ -22,7 +22,7 @@ class Operation:
     """One operation of torch.
 
     Attributes:
-        name: as in ``torch.ops.aten``, without overload.
+        name: as in ``torch.ops.aten``, without overload, leading underscore and ``foreach``.
         phase: ``forward``, ``backward`` or ``optimizer``.
         flops: floating-point operations of a matrix product, convolution or attention, else 0. A causal attention has
             half of those of a full one.
@@ -100,11 +100,12 @@ def operation_of(
         flatten: returns the tensors in a nest of lists, tuples and dicts.
         phase: see ``Operation``.
     """
-    name = func._schema.name.partition("::")[2]
+    full_name = func._schema.name.partition("::")[2]
+    name = full_name.removeprefix("_").removeprefix("foreach_")
     if name in _WITHOUT_KERNEL:
         return None
     given, made = flatten((args, kwargs)), flatten(result)
-    listed = flatten(args[0]) if name.startswith("_foreach") else []
+    listed = flatten(args[0]) if full_name != name and "foreach" in full_name else []
     if name in _GATHERING:  # reads a row of a table for each row of the result
         nbytes = 2 * _bytes_of(made)
     else:
@@ -124,8 +125,8 @@ def operation_of(
 
 
 _WITHOUT_KERNEL = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense",
-    "_record_function_enter_new", "_record_function_exit",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "local_scalar_dense",
+    "record_function_enter_new", "record_function_exit",
 }  # fmt: skip
 _GATHERING = {"embedding", "index_select", "gather"}
 _OF_MATRICES = {"mm", "addmm"}

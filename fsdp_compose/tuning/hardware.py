@@ -134,12 +134,11 @@ class Device:
 
 # Element-wise operations that take as long as another one, which is measured.
 _LIKE = {
-    "addcmul_": "addcdiv_", "_foreach_addcmul_": "addcdiv_", "_foreach_addcdiv_": "addcdiv_", "_foreach_lerp_": "lerp_",
-    "_log_softmax_backward_data": "_log_softmax", "_softmax": "_log_softmax", "_softmax_backward_data": "_log_softmax",
-    "native_batch_norm": "native_layer_norm", "gelu_backward": "gelu", "silu": "gelu", "silu_backward": "gelu",
-    "tanh": "gelu", "tanh_backward": "gelu", "sigmoid": "gelu", "exp": "gelu", "_foreach_copy_": "copy_",
-    "zeros": "copy_", "zero_": "copy_", "fill_": "copy_", "_foreach_zero_": "copy_", "embedding": "copy_",
-    "embedding_dense_backward": "copy_", "clone": "add", "cat": "add", "_to_copy": "add",
+    "addcmul_": "addcdiv_", "log_softmax_backward_data": "log_softmax", "softmax": "log_softmax",
+    "softmax_backward_data": "log_softmax", "native_batch_norm": "native_layer_norm", "gelu_backward": "gelu",
+    "silu": "gelu", "silu_backward": "gelu", "tanh": "gelu", "tanh_backward": "gelu", "sigmoid": "gelu", "exp": "gelu",
+    "zeros": "copy_", "zero_": "copy_", "fill_": "copy_", "embedding": "copy_", "embedding_dense_backward": "copy_",
+    "clone": "add", "cat": "add", "to_copy": "add",
 }  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def test_spans_are_what_takes_time():
 
 def test_curves_are_for_each_tensor_of_a_list():
     device = Device("cpu", "", {}, (1, 1), 1e9, kernel=0, host=0, overlaps=False, curves={"add_": Curve((8,), (1.0,))})
-    many = Operation("_foreach_add_", "optimizer", 0.0, 16, torch.float32, num_tensors=2)
+    many = Operation("add_", "optimizer", 0.0, 16, torch.float32, num_tensors=2)
     assert seconds_of(many, device=device) == pytest.approx(2)
     assert seconds_of(elementwise(16e-9, name="add_"), device=device) == pytest.approx(2)
 
