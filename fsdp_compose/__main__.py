@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,8 +19,9 @@ from torch import nn
 from .api import plan
 from .flat import MixedPrecisionPolicy
 from .group import bytes_of_limit
-from .inspect import check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
+from .inspect import Plan, check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
 from .optim import Muon, muon_groups
+from .tuning import BUSY, Tuning, calibrate, tune, write_hardware
 
 # ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` as options, with progress and errors on stderr.
 
@@ -56,8 +58,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limits", metavar="'1 group,4GiB'", help="values of limit_unsharded_bytes to compare: peak against overlap"
     )
+    tuning = parser.add_argument_group("which settings are fastest", "docs/howto/tune.md")
+    tuning.add_argument("--tune", action="store_true", help="compare settings, and print the code of the fastest")
+    tuning.add_argument("--hardware", default="h100", metavar="h100", help="a preset, or calibrate's file")
+    tuning.add_argument("--node-size", type=int, metavar="N", help="ranks in a node (default: the hardware's)")
+    tuning.add_argument("--max-memory", metavar="80GB", help="of a rank (default: the hardware's)")
+    tuning.add_argument("--compiled", action="store_true", help="the blocks will be compiled")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a memory chart: .png, .svg, .pdf")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a chart: .png, .svg, .pdf")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
 
@@ -72,6 +80,9 @@ def run_plan(args: argparse.Namespace) -> int:
 
     try:
         world_sizes, options = world_sizes_of(args.world_size), _options_of(args)
+        run: Callable[..., Plan | Tuning] = partial(plan, world_sizes=world_sizes, **options)
+        if args.tune:
+            run = partial(tune, **_tune_options_of(args, world_sizes, options))
         if args.plot is not None:
             check_picture(args.plot)
         progress.note(f"importing {args.model}")
@@ -81,7 +92,7 @@ def run_plan(args: argparse.Namespace) -> int:
     except Exception as error:
         return failed(FAILURE, f"--model {args.model}: {_located(error)}")
     try:
-        found = plan(partial(factory, **_settings_of(args.set)), world_sizes, note=progress.note, **options)
+        found = run(partial(factory, **_settings_of(args.set)), note=progress.note)
         if args.plot is not None:
             found.save(args.plot)
     except KeyboardInterrupt:
@@ -113,15 +124,43 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _tune_options_of(args: argparse.Namespace, sizes: Sequence[int], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as arguments of ``tune()``. Raises ValueError for an invalid one."""
+    given = dict(options)
+    chosen = [given.pop(name) for name in ("mesh", "reshard_after_forward", "strategy", "limits")]
+    if args.keep_gathered or any(chosen):
+        raise ValueError("--tune: it chooses --mesh, --strategy, --keep-gathered and --limits itself: leave them out")
+    if len(sizes) > 1:
+        raise ValueError(f"--tune: expected one --world-size, got {args.world_size}")
+    memory = None if args.max_memory is None else _size_of(args.max_memory)
+    if args.max_memory is not None and not memory:
+        raise ValueError(f"--max-memory {args.max_memory}: expected a size, for example 80GB")
+    return given | {
+        "world_size": sizes[0],
+        "hardware": args.hardware,
+        "node_size": args.node_size,
+        "max_memory": memory,
+        "is_compiled": args.compiled,
+    }
+
+
 def _limit_of(text: str) -> int | str:
+    size = _size_of(text)
+    if size is None:
+        bytes_of_limit(text)  # raises, unless it is a number of groups
+    return text if size is None else size
+
+
+def _size_of(text: str) -> int | None:
+    """Parse ``4GiB``; ``None``: it is no size."""
     number = text.rstrip("KMGiB")
-    if number.isdecimal() and text[len(number) :] in _UNITS:
-        return int(number) * _UNITS[text[len(number) :]]
-    bytes_of_limit(text)  # raises, unless it is a number of groups
-    return text
+    unit = _UNITS.get(text[len(number) :])
+    return int(number) * unit if number.isdecimal() and unit is not None else None
 
 
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_UNITS = {
+    "": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+}  # fmt: skip
 
 
 def _optimizer_of(name: str, foreach: bool) -> dict[str, Any]:
@@ -189,6 +228,60 @@ class _Progress:
             print("\x1b[K", end="", file=self._file, flush=True)
 
 
+# ---- ``python -m fsdp_compose calibrate``: the arguments of ``calibrate()`` as options
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=Path("hardware.toml"), metavar="FILE", help="hardware.toml")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="how many measure at the same time (default: one per GPU; CPU: 2)"
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process, on the CPU (default: 1)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="measure everything N times (default: 7)")
+    parser.add_argument(
+        "--dtypes", metavar="fp32,bf16", help="dtypes of matrix products (default: fp32, and bf16 on GPUs)"
+    )
+    parser.add_argument("--node-bandwidth", type=float, metavar="GB/s", help="between two nodes like this one")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time: for a CPU that is never idle")
+    parser.add_argument("--busy-ok", action="store_true", help="write the file even if the machine is busy")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Write what ``calibrate()`` measures. Errors are reported in a few lines on stderr."""
+    progress = _Progress(sys.stderr, args.quiet)
+
+    def failed(status: int, text: str) -> int:
+        progress.clear()
+        print(text, file=sys.stderr)
+        return status
+
+    if not args.output.absolute().parent.is_dir():  # not after a minute
+        return failed(USAGE, f"--output {args.output}: there is no folder {args.output.parent}")
+    try:
+        dtypes = [*filter(None, (dtype_of(name, "--dtypes") for name in (args.dtypes or "").split(",") if name))]
+        hardware = calibrate(
+            processes=args.processes,
+            threads=args.threads,
+            rounds=args.rounds,
+            dtypes=dtypes,
+            clock="cpu" if args.cpu_time else "wall",
+            node_bandwidth=None if args.node_bandwidth is None else args.node_bandwidth * 1e9,
+            most_busy=math.inf if args.busy_ok else BUSY,
+            note=progress.note,
+        )
+        write_hardware(hardware, args.output)
+    except KeyboardInterrupt:
+        return failed(INTERRUPTED, f"interrupted ({progress.doing}): nothing was written")
+    except (RuntimeError, OSError) as error:
+        return failed(FAILURE, f"{error}\nnothing was written")
+    except ValueError as error:
+        return failed(USAGE, str(error))
+    progress.clear()
+    print(f"written: {args.output}")
+    return 0
+
+
 # ---- The commands
 
 
@@ -207,6 +300,7 @@ def _hang(args: argparse.Namespace) -> int:
 
 Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
+    "calibrate": ("measure this machine, for predictions of how long a step takes", _add_calibrate, _calibrate),
     "hang": ("read the logs of ranks that hang, and tell which rank is late and where", _add_hang, _hang),
     "plan": ("estimate memory and communication of a training step on many ranks", add_plan_arguments, run_plan),
 }

@@ -15,7 +15,7 @@ from tests.harness import ROOT
 PACKAGE = ROOT / "fsdp_compose"
 ABOVE_ALL = ("_torch", "_import_checks", "errors")  # files that any wing may import
 TRAINING = ("comm", "ragged", "flat", "group", "runtime", "optim")
-WINGS = (*TRAINING, "checkpoint", "sync", "inspect", "testing", "api")
+WINGS = (*TRAINING, "checkpoint", "sync", "inspect", "testing", "api", "tuning")
 LAST_WING = "drop_in"  # which also imports the files on top: ``pipelining``, ``__main__``
 
 File = tuple[str, ...]  # its path inside the package, without .py; of a wing's __init__, the wing

@@ -29,7 +29,11 @@ from .controls import sync_optional_groups as sync_optional_groups
 from .controls import unshard as unshard
 from .model_offload import offload_model as offload_model
 from .model_offload import onload_model as onload_model
+from .planning import ADAMW as ADAMW
 from .planning import MakeOptimizer as MakeOptimizer
+from .planning import model_of as model_of
+from .planning import modules_to_wrap as modules_to_wrap
+from .planning import of_parameters as of_parameters
 from .planning import plan as plan
 from .replicas import broadcast_replicas as broadcast_replicas
 from .replicas import set_replicas as set_replicas

@@ -91,7 +91,7 @@ def plan(
     given = {name: value for name, value in options.items() if value is not None}
     make = optimizer_of
     if make is None and optimizer is not None:
-        make = partial(_of_parameters, optimizer)
+        make = partial(of_parameters, optimizer)
     for limit in limits:
         bytes_of_limit(limit)
     worlds = []
@@ -103,7 +103,8 @@ def plan(
     return Plan(_name_of(optimizer_of or optimizer), "" if batch is None else f"{batch} x {seq} tokens", (*worlds,))
 
 
-def _of_parameters(make_optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+def of_parameters(make_optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer of the parameters that are trained."""
     return make_optimizer([param for param in model.parameters() if param.requires_grad])
 
 
@@ -124,6 +125,18 @@ def _build(
     seq: int | None,
 ) -> tuple[nn.Module, LossOf]:
     """Make the model, sharded, and the function that returns its loss. ``options`` holds those that were given."""
+    model, loss_of = model_of(factory, batch, seq)
+    _shard(model, mesh, wrap, options)
+    return model, loss_of
+
+
+def model_of(factory: Callable[[], Any], batch: int | None, seq: int | None) -> tuple[nn.Module, LossOf]:
+    """Make the model and the function that returns its loss; see ``plan``.
+
+    Raises:
+        TypeError: ``factory`` returns something else.
+        ValueError: ``batch`` and ``seq`` are missing, or are too much.
+    """
     made = factory()
     model, loss_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not (loss_of is None or callable(loss_of)):
@@ -142,7 +155,6 @@ def _build(
                 "(model, loss_of)"
             )
         loss_of = partial(_token_loss, torch.zeros(batch, seq, dtype=torch.int64))
-    _shard(model, mesh, wrap, options)
     return model, loss_of
 
 

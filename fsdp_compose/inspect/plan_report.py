@@ -13,8 +13,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from ..errors import MisuseError
 from ..optim import MatricesReport
 from .describe_formats import ModelFacts
 from .report import Report, Section, as_text, bytes_of
+from .step_events import StepEvent
 
 PARAMETERS, GATHERED, GRADIENTS, REDUCTIONS, OPTIMIZER, ACTIVATIONS, TEMPORARY, OTHER = KINDS = (
     "parameters",
@@ -137,6 +138,7 @@ class WorldFacts:
         computed: operations that had to run because torch cannot infer their output shapes.
         step: what the optimizer says of a step, if it is ``Muon`` or ``Matrixwise``.
         limited: the same step with each of the limits that ``plan`` was given.
+        events: what the rank does in that step, in order, for models of time; not in the report or in JSON.
     """
 
     world_size: int
@@ -150,6 +152,7 @@ class WorldFacts:
     step: MatricesReport | None = None
     advice: tuple[Advice, ...] = ()
     limited: tuple[LimitedFacts, ...] = ()
+    events: tuple[StepEvent, ...] = field(default=(), repr=False)
 
     def with_limit(self, limit: int | str) -> LimitedFacts:
         """What the limit with which this step was run does to it."""
@@ -192,7 +195,9 @@ class Plan:
         """Return everything as JSON, for programs."""
         worlds = []
         for world in self.worlds:
-            facts = asdict(world) | {"peak": {"doing": world.peak.doing, "nbytes": world.peak.nbytes}}
+            facts = asdict(replace(world, events=()))
+            del facts["events"]
+            facts["peak"] = {"doing": world.peak.doing, "nbytes": world.peak.nbytes}
             for moment in (*facts["moments"], facts["building"]):
                 moment["nbytes"] = sum(moment["bytes_by_kind"].values())
             worlds.append(facts)
@@ -322,10 +327,26 @@ def check_picture(path: Path) -> None:
 
 def save_picture(plan: Plan, path: Path) -> None:
     """Write the picture, completely or not at all. Raises the errors of ``check_picture``."""
+    save_figure(path, (2.5 + 1.2 * max(3, len(plan.worlds)), 5), partial(_draw, plan))
+
+
+def save_figure(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+    """Write a figure of matplotlib, completely or not at all. ``draw`` fills it. Raises the errors of
+    ``check_picture``."""
     check_picture(path)
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.5 + 1.2 * max(3, len(plan.worlds)), 5), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _draw(plan: Plan, figure: Any) -> None:
     axes = figure.add_subplot()
     largest = max(world.peak.nbytes for world in plan.worlds)
     unit, name = next((size, name) for size, name in _UNITS if largest >= size or size == 1)
@@ -345,12 +366,6 @@ def save_picture(plan: Plan, path: Path) -> None:
     axes.set_title(f"{plan.worlds[0].layout.name}, {plan.optimizer}", loc="left", fontsize="medium")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))

@@ -367,6 +367,18 @@ def test_wire_formats_send_what_is_promised(tmp_path):
         assert abs(row["training_change"]) < 1 and abs(row["validation_change"]) < 1
 
 
+@pytest.mark.timeout(300)
+def test_predicted_times_are_put_beside_measured_and_published_ones(tmp_path):
+    reports = run("tuning.py", tmp_path)
+    measured, published = reports["tuning"]["rows"], reports["tuning_published"]["rows"]
+    assert len({row["setting"] for row in measured}) == 4
+    assert all(row["predicted_ms"] > 0 and row["wall_ms"] > 0 for row in measured)
+    for row in measured:
+        assert row["error"] == pytest.approx(row["predicted_ms"] / row["wall_ms"] - 1)
+    (run_,) = published
+    assert run_["gpus"] == 8 and abs(run_["error"]) < 0.15, "Llama 8B on 8 H100s: no clock of this machine in it"
+
+
 def test_owners_of_large_models_are_balanced_and_planned_at_once(tmp_path):
     (report,) = run("muon_owners.py", tmp_path).values()
     assert [(row["model"], row["ranks"]) for row in report["rows"]] == [

@@ -1,0 +1,424 @@
+"""A run without kernels and without memory: operations return tensors with shapes, strides and storages, but nothing is
+computed into them. A ledger tracks how many bytes of each kind exist at each moment."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+from .._torch import (
+    DispatchMode,
+    current_graph_task_id,
+    is_composite,
+    is_wrapper,
+    overload_packet,
+    simplified,
+    storage_id,
+)
+from .plan_report import ACTIVATIONS, GATHERED, KINDS, OTHER, TEMPORARY, Moment
+from .step_events import Allocated, StepEvent, operation_of
+
+# ---- The ledger: allocations and frees of a run, in order, and the bytes of each kind at each moment.
+#
+# A storage is followed from the operation that first returns it until it dies. The kind of some storages is known only
+# later (a gradient, once it is in ``.grad``), so the peaks are computed at the end.
+
+
+@dataclass
+class _Item:
+    """One storage. ``kind`` may change when more is known."""
+
+    kind: str
+    nbytes: int
+    reference: weakref.ref[torch.UntypedStorage]
+    has_values: bool = True
+
+
+class Ledger:
+    """Tracks the storages of a run.
+
+    Attributes:
+        has_recomputed: backward recomputed a forward, that is, it made tensors with grad mode on.
+        phase: the current phase.
+        events: what this step does, in order, see ``step_events``.
+    """
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.events: list[StepEvent] = []
+        self._items: dict[int, _Item] = {}
+        self._phases: list[tuple[str, list[tuple[_Item, int]]]] = [("", [])]  # with what changed, by how many bytes
+        self._kind = OTHER
+        self.has_recomputed = False
+
+    def begin(self, name: str, kind: str) -> None:
+        """Begin the phase ``name``. New storages are of ``kind`` until ``label`` says otherwise."""
+        self.phase = name
+        self._phases.append((name, []))
+        self._kind = kind
+
+    # ---- storages
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Track the storage of a tensor that an operation returned."""
+        self._item(tensor.untyped_storage())
+
+    def label(self, kind: str, *tensors: torch.Tensor | None) -> None:
+        """Set the kind of the tensors' storages, for their whole lives."""
+        plain = (inner for tensor in tensors if tensor is not None for inner in plain_tensors(tensor))
+        for inner in plain:
+            storage = inner.untyped_storage()
+            if inner.device.type != "meta" and storage_id(storage) in self._items:
+                self._items[storage_id(storage)].kind = kind
+
+    def lose_values(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor's elements were not computed."""
+        self._item(tensor.untyped_storage()).has_values = False
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's elements are those of a real run."""
+        item = self._items.get(storage_id(tensor.untyped_storage()))
+        return item is None or item.has_values
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        item = self._items.get(storage_id(storage))
+        if item is not None:
+            self._grow(item, storage.nbytes() - item.nbytes)
+
+    def exchanged(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+        """Note that two storages exchanged their memory, as those of unsharded parameters do."""
+        items = first, second = self._item(a), self._item(b)
+        first.has_values, second.has_values = second.has_values, first.has_values
+        first.kind = second.kind = GATHERED
+        now = zip(items, (a.nbytes(), b.nbytes()), strict=True)
+        for item, nbytes in sorted(now, key=lambda pair: pair[1]):  # shrink first: the memory never exists twice
+            self._change(item, nbytes - item.nbytes)
+
+    def _item(self, storage: torch.UntypedStorage) -> _Item:
+        key = storage_id(storage)
+        item = self._items.get(key)
+        if item is None:
+            item = self._items[key] = _Item(self._kind_of_new(), 0, weakref.ref(storage, partial(self._died, key)))
+            self._grow(item, storage.nbytes())
+        return item
+
+    def _kind_of_new(self) -> str:
+        if not self.is_recomputing:
+            return self._kind
+        self.has_recomputed = True
+        return ACTIVATIONS
+
+    @property
+    def is_recomputing(self) -> bool:
+        # A backward that makes tensors with grad mode on recomputes a forward.
+        return self._kind == TEMPORARY and current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+    def _died(self, key: int, _: object) -> None:
+        item = self._items.pop(key)
+        self._change(item, -item.nbytes)
+
+    def _grow(self, item: _Item, growth: int) -> None:
+        if growth > 0:
+            self.events.append(Allocated(growth))
+        self._change(item, growth)
+
+    def _change(self, item: _Item, growth: int) -> None:
+        if growth:
+            item.nbytes += growth
+            self._phases[-1][1].append((item, growth))
+
+    # ---- afterwards
+
+    def peaks(self) -> list[Moment]:
+        """Return the peak of each phase, by kind, in order; among equal peaks, the first."""
+        found = []
+        now: Counter[str] = Counter()
+        for name, changes in self._phases:
+            most, best = sum(now.values()), dict(now)
+            total = most
+            for item, growth in changes:
+                now[item.kind] += growth
+                total += growth
+                if total > most:
+                    most, best = total, dict(now)
+            found.append(Moment(name, {kind: best.get(kind, 0) for kind in KINDS}))
+        return found
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of their own inside ``tensor``, or ``tensor`` itself."""
+    if not is_wrapper(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):  # a DTensor counts its mesh too
+            yield from plain_tensors(inner)
+
+
+# ---- Operations without their kernels: results have shapes, strides and storages, but nothing is computed into them.
+#
+# The machine does not provide memory that nobody writes to, so tensors may be arbitrarily large. Everything else works
+# as in a real run: autograd, hooks, resized storages, addresses, versions. Small tensors whose elements are known
+# (positions, masks, step counts) are computed, so control flow that depends on them is right.
+#
+# If an operation needs elements that were not computed (``item()``, ``nonzero()``), it raises ``Undecided`` from the
+# user's line.
+
+
+_MOST_BYTES, _MOST_FLOAT_BYTES = 1 << 24, 1 << 20  # of operands, or results, that are computed: indices; numbers
+_NOTE_EVERY = 500  # operations
+
+# Operations that return views although their schemas do not say so; and operations that reshape in place.
+_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "_c10d_functional::wait_tensor"}
+_RESHAPING = {
+    "aten::resize_", "aten::resize_as_", "aten::set_", "aten::t_", "aten::transpose_", "aten::squeeze_",
+    "aten::unsqueeze_", "aten::as_strided_", "aten::swapaxes_", "aten::swapdims_", "aten::detach_",
+}  # fmt: skip
+
+
+class Undecided(RuntimeError):
+    """The program needs elements that were not computed."""
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """Properties of an operation, read from its schema."""
+
+    is_view: bool  # it makes or changes views and computes nothing
+    written: tuple[tuple[int, str], ...]  # position and name of each argument that it may write to
+    results: tuple[int | None, ...]  # for each, the index in ``written`` of the argument that it is; None: a new tensor
+    has_out: bool  # the results are ``out`` arguments, which it resizes
+    is_in_place: bool  # all results are arguments, which keep their shapes
+    is_composite: bool  # it is composed of other operations
+    needs_elements: bool  # its result, or the shape of it, depends on elements of its arguments
+    is_product: bool  # a matrix product, convolution or attention, which take most of a step's time
+    placing: tuple[str, ...]  # its arguments for a device, pinned memory or a random generator
+
+
+@cache
+def _operation(func: Any) -> _Operation:
+    schema, name = func._schema, func._schema.name
+    arguments, infos = schema.arguments, [item.alias_info for item in schema.returns]
+    written = [(i, item.name) for i, item in enumerate(arguments) if item.alias_info and item.alias_info.is_write]
+    sets = [arguments[i].alias_info.before_set for i, _ in written]
+    is_view = bool(infos) and all(info is not None and not info.is_write for info in infos)
+    results = tuple(sets.index(info.before_set) if info is not None and info.is_write else None for info in infos)
+    has_out = any(arguments[i].is_out for i, _ in written)
+    return _Operation(
+        is_view=is_view or name in _VIEWS or name in _RESHAPING,
+        written=tuple(written),
+        results=results,
+        has_out=has_out,
+        is_in_place=bool(written) and None not in results and not has_out,
+        is_composite=is_composite(func),
+        needs_elements=not _ELEMENT_TAGS.isdisjoint(func.tags),
+        is_product="scaled_dot_product" in name or overload_packet(func) in flop_registry,
+        placing=tuple(item.name for item in arguments if item.name in ("device", "pin_memory", "generator")),
+    )
+
+
+_ELEMENT_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class DryRun(DispatchMode):
+    """A dispatch mode that skips the kernels of operations on CPU tensors.
+
+    Args:
+        ledger: tracks storages.
+        note: called every now and then with the number of operations so far.
+
+    Attributes:
+        computed: operations that had to be computed because torch cannot infer their output shapes.
+        num_products: matrix products, convolutions and attentions so far.
+    """
+
+    def __init__(self, ledger: Ledger, note: Callable[[int], None]) -> None:
+        super().__init__()
+        self._ledger, self._note = ledger, note
+        self._num_operations = 0
+        self._shapes: dict[Hashable, Any] = {}  # results of operations, as meta tensors: layers repeat the same ones
+        self.computed: set[str] = set()
+        self.num_products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(item.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for item in types):
+            return NotImplemented  # DTensors and the like: operations on their inner tensors come back here
+        tensors = _tensors((args, kwargs))
+        if any(item.is_meta for item in tensors) or _is_meta(kwargs.get("device")):
+            return func(*args, **kwargs)  # meta tensors have no memory
+        self._num_operations += 1
+        if self._num_operations % _NOTE_EVERY == 0:
+            self._note(self._num_operations)
+        operation = _operation(func)
+        self.num_products += operation.is_product
+        if operation.is_composite:
+            with self:
+                result = simplified(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if operation.is_view or func.namespace == "c10d":
+            return self._done(func, args, kwargs)
+        result = self._run(func, operation, args, kwargs, tensors)
+        event = operation_of(func, args, kwargs, result, _tensors, self._ledger.phase)
+        if event is not None:
+            is_repeated = self._ledger.is_recomputing
+            self._ledger.events.append(replace(event, is_repeated=True) if is_repeated else event)
+        return result
+
+    def _run(self, func: Any, operation: _Operation, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """Return the results of an operation that has a kernel."""
+        can_compute = all(map(self._ledger.has_values, tensors)) and _are_small(tensors)
+        if operation.is_in_place:
+            return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
+        if func._schema.name in _INDEXING:
+            args = (args[0], [part for item in args[1] for part in self._without_mask(func, item)], *args[2:])
+        elif operation.needs_elements:
+            if not can_compute:
+                raise Undecided(_error_of(func))
+            return self._done(func, args, kwargs)
+        return self._made(func, operation, args, kwargs, can_compute)
+
+    def _without_mask(self, func: Any, index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """Return an index as a list; a mask is replaced by the positions of its true elements, one per dimension."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        if not self._ledger.has_values(index):
+            raise Undecided(_error_of(func))
+        return index.nonzero().unbind(1)
+
+    def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the operation."""
+        result = func(*args, **kwargs)
+        for item in _tensors(result):
+            self._ledger.see(item)
+        return result
+
+    def _made(self, func: Any, operation: _Operation, args: Any, kwargs: Any, can_compute: bool) -> Any:
+        """Return the results of an operation that makes tensors."""
+        try:
+            shapes = self._shapes_of(func, operation, args, kwargs)
+        except NotImplementedError:  # torch cannot tell
+            result = self._done(func, args, kwargs)
+            if not can_compute:
+                self.computed.add(str(func))
+                for item in _tensors(result):
+                    self._ledger.lose_values(item)
+            return result
+        if can_compute and _are_small(_tensors(shapes)):
+            return self._done(func, args, kwargs)
+        return self._written(operation, args, kwargs, shapes)
+
+    def _shapes_of(self, func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
+        key = _key_of((func, args, kwargs))
+        found = self._shapes.get(key)
+        if found is None:
+            found = self._shapes[key] = _shapes_of(func, operation, args, kwargs)
+        return found
+
+    def _written(self, operation: _Operation, args: Any, kwargs: Any, shapes: Any) -> Any:
+        """Return results without elements, new ones with ``shapes``. Written arguments lose their elements too."""
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in operation.written]
+        for item in _tensors(written):
+            self._ledger.lose_values(item)
+        if not operation.results:
+            return None
+        whole = shapes if isinstance(shapes, (tuple, list)) and len(operation.results) > 1 else [shapes]
+        found = []
+        for i, place in enumerate(operation.results):
+            if place is None:
+                found.append(tree_map(self._empty_like, whole[i]))
+                continue
+            if operation.has_out and written[place].shape != whole[i].shape:
+                written[place].resize_(whole[i].shape)
+                self._ledger.see(written[place])
+            found.append(written[place])
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _empty_like(self, shape: Any) -> Any:
+        if not isinstance(shape, torch.Tensor):
+            return shape
+        made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        self._ledger.see(made)
+        self._ledger.lose_values(made)
+        return made
+
+
+def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
+    """Return the results as meta tensors.
+
+    Raises:
+        NotImplementedError: torch cannot tell.
+    """
+    on_meta = {name: "meta" if name == "device" else None for name in operation.placing}
+    args, kwargs = tree_map(_without_elements, (args, {**kwargs, **on_meta}))
+    if func._schema.name not in _HALF_ON_META:
+        return func(*args, **kwargs)
+    (dtype,) = {item.dtype for item in _tensors(args) if item.is_floating_point()}
+    args, kwargs = tree_map(partial(_without_elements, dtype=torch.bfloat16), (args, kwargs))
+    return tree_map(partial(_without_elements, dtype=dtype), func(*args, **kwargs))
+
+
+_HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but on meta only in bfloat16
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in the arguments or results of an operation."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for item in tree for tensor in _tensors(item)]
+
+
+def _key_of(tree: Any) -> Hashable:
+    """Arguments of an operation, but for the elements of tensors."""
+    if isinstance(tree, torch.Tensor):
+        return torch.Tensor, tree.shape, tree.stride(), tree.dtype
+    if isinstance(tree, (list, tuple)):
+        return tuple(map(_key_of, tree))
+    if isinstance(tree, dict):
+        return tuple((name, _key_of(value)) for name, value in tree.items())
+    return (type(tree), tree) if isinstance(tree, Hashable) else object()
+
+
+def _are_small(tensors: Sequence[torch.Tensor]) -> bool:
+    most = _MOST_FLOAT_BYTES if any(item.is_floating_point() for item in tensors) else _MOST_BYTES
+    return sum(item.numel() * item.element_size() for item in tensors) <= most
+
+
+def _without_elements(item: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a meta tensor like ``item``, of ``dtype`` if it has floating-point elements; other objects as they are."""
+    if not isinstance(item, torch.Tensor):
+        return item
+    dtype = dtype if dtype is not None and item.is_floating_point() else item.dtype
+    return torch.empty_strided(item.shape, item.stride(), dtype=dtype, device="meta")
+
+
+_INDEXING = {"aten::index", "aten::_unsafe_index"}
+
+
+def _error_of(func: Any) -> str:
+    name = func._schema.name.rpartition("::")[2].strip("_")
+    what = "item(), tolist() or a condition" if name == "local_scalar_dense" else f"{name}()"
+    return (
+        f"{what} needs elements of a tensor that a dry run does not compute, and the model's control flow depends on "
+        "them. Avoid that (in a mixture of experts, use a grouped matrix product instead of a loop over experts; in a "
+        "loss, avoid item())"
+    )

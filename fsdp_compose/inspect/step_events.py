@@ -1,0 +1,166 @@
+"""What one rank does in a training step, in order: operations, collectives, waits and new memory. ``simulate`` records
+them in its last step, and the ``tuning`` wing tells from them how long a step takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from .._torch import overload_packet
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of torch.
+
+    Attributes:
+        name: as in ``torch.ops.aten``, without overload, leading underscore and ``foreach``.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        flops: floating-point operations of a matrix product, convolution or attention, else 0. A causal attention has
+            half of those of a full one.
+        nbytes: bytes that are read and written at least: its arguments and results once each.
+        dtype: of the first argument.
+        num_tensors: how many tensors it updates, if it takes a list of them.
+        layout: of a product of two matrices: for each ``n``, or ``t`` if it is stored by columns; else empty.
+        is_attention: whether it is an attention.
+        is_repeated: it belongs to a forward that backward recomputes.
+    """
+
+    name: str
+    phase: str
+    flops: float
+    nbytes: int
+    dtype: torch.dtype
+    num_tensors: int = 1
+    layout: str = ""
+    is_attention: bool = False
+    is_repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """The start of a collective.
+
+    Attributes:
+        number: counts the collectives of a step.
+        kind, group, nbytes: see ``CollectiveFacts``.
+        ranks: the global ranks that take part.
+        phase: see ``Operation``.
+        sent: of an all-to-all, bytes that this rank sends.
+    """
+
+    number: int
+    kind: str
+    group: str
+    nbytes: int
+    ranks: Sequence[int]
+    phase: str
+    sent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The first wait for a collective: what follows uses its result.
+
+    Attributes:
+        number: of the collective.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """New memory.
+
+    Attributes:
+        nbytes: its size.
+    """
+
+    nbytes: int
+
+
+StepEvent: TypeAlias = Operation | Issue | Wait | Allocated
+
+
+def operation_of(
+    func: Any, args: Any, kwargs: Any, result: Any, flatten: Callable[[Any], list[torch.Tensor]], phase: str
+) -> Operation | None:
+    """Describe an operation that has run, or would run; ``None``: it computes nothing.
+
+    Args:
+        flatten: returns the tensors in a nest of lists, tuples and dicts.
+        phase: see ``Operation``.
+    """
+    full_name = func._schema.name.partition("::")[2]
+    name = full_name.removeprefix("_").removeprefix("foreach_")
+    if name in _WITHOUT_KERNEL:
+        return None
+    given, made = flatten((args, kwargs)), flatten(result)
+    listed = flatten(args[0]) if full_name != name and "foreach" in full_name else []
+    if name in _GATHERING:  # reads a row of a table for each row of the result
+        nbytes = 2 * _bytes_of(made)
+    else:
+        nbytes = _bytes_of(given) + _bytes_of(made or listed)
+    first = (given or made)[0] if given or made else torch.empty(0)
+    is_attention = "scaled_dot_product" in name
+    return Operation(
+        name=name,
+        phase=phase,
+        flops=_attention_flops(func, args, given) if is_attention else _flops_of(func, args, kwargs, result),
+        nbytes=nbytes,
+        dtype=first.dtype,
+        num_tensors=max(1, len(listed)),
+        layout="".join(map(_layout_of, given[-2:])) if name in _OF_MATRICES else "",
+        is_attention=is_attention,
+    )
+
+
+_WITHOUT_KERNEL = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "local_scalar_dense",
+    "record_function_enter_new", "record_function_exit",
+}  # fmt: skip
+_GATHERING = {"embedding", "index_select", "gather"}
+_OF_MATRICES = {"mm", "addmm"}
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(item.numel() * item.element_size() for item in tensors)
+
+
+def _layout_of(matrix: torch.Tensor) -> str:
+    return "t" if matrix.stride(-1) != 1 and matrix.stride(-2) == 1 else "n"
+
+
+@cache
+def _formula(packet: Any) -> Callable[..., Any] | None:
+    return flop_registry.get(packet)
+
+
+def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    formula = _formula(overload_packet(func))
+    if formula is None:
+        return 0.0
+    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+    return float(formula(*args, **kwargs, out_val=result))
+
+
+def _attention_flops(func: Any, args: Any, given: Sequence[torch.Tensor]) -> float:
+    """The products of an attention; torch's counter has no formula for the CPU's."""
+    names = [item.name for item in func._schema.arguments]
+    is_backward = "grad_out" in names
+    is_causal = any(name == "is_causal" and value for name, value in zip(names, args, strict=False))
+    query, key, value = given[1:4] if is_backward else given[:3]
+    batch = math.prod(query.shape[:-2])
+    scores = batch * query.shape[-2] * key.shape[-2]
+    # Two products in forward. Backward has five: it makes the scores again.
+    products = 2 * key.shape[-1] + 3 * value.shape[-1] if is_backward else key.shape[-1] + value.shape[-1]
+    return 2.0 * scores * products * (0.5 if is_causal else 1.0)

@@ -1,0 +1,282 @@
+"""``calibrate``: measure a machine.
+
+Several processes measure at the same time, in lock step, since what they take from each other (memory bandwidth,
+caches, links) is part of how fast a rank is. Each round measures everything once: a disturbance then hits a round of
+many things, not all rounds of one. Of each thing counts the median over the rounds, and the mean of those over the
+ranks. ``workload`` has what is measured, and ``fitting`` what the times say.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import math
+import os
+import platform
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ..api import plan
+from ..errors import MisuseError, MisuseRuntimeError
+from ..inspect import simulate
+from .fitting import CPU, WALL, Sample, busy_of, fitted_device, fitted_network, with_host
+from .hardware import Hardware
+from .workload import GPU_WORKLOAD, Action, Workload, actions_of, tiny_model, tiny_optimizer, tiny_sharded_model
+
+BUSY = 1.2  # wall time by CPU time, above which something else uses the cores
+Note: TypeAlias = Callable[[str], None]
+
+
+def calibrate(
+    *,
+    processes: int | None = None,
+    threads: int = 1,
+    rounds: int = 7,
+    dtypes: Sequence[torch.dtype] | None = None,
+    clock: str = WALL,
+    most_busy: float = BUSY,
+    node_bandwidth: float | None = None,
+    workload: Workload | None = None,
+    time_limit: float = 900.0,
+    note: Note | None = None,
+) -> Hardware:
+    """Measure this machine: its GPUs if it has some, else its CPU. ``write_hardware`` writes the result to a file.
+
+    Ranks: call it in a process without a process group. It spawns processes, so a script that calls it needs
+    ``if __name__ == "__main__":``.
+
+    Args:
+        processes: how many measure at the same time. Default: one for each GPU; 2 on the CPU.
+        threads: of each process, on the CPU.
+        rounds: how often everything is measured.
+        dtypes: of matrix products; the last one is that of attention. Default: fp32, and bf16 on GPUs.
+        clock: ``"wall"``, or ``"cpu"`` to count CPU time, for a CPU that is never idle.
+        most_busy: the wall time by CPU time that is accepted on a CPU with a core for each thread; ``math.inf``: any.
+        node_bandwidth: bytes a second between two nodes like this one, which one machine can't measure. ``None``: there
+            is only this one.
+        workload: sizes of what is measured. Default: ``Workload()``, larger ones on GPUs.
+        time_limit: give up after this many seconds.
+        note: called with a line of text about the progress.
+
+    Returns:
+        The hardware.
+
+    Raises:
+        ValueError: an argument does not fit. It is a RuntimeError too if the machine is busy, or if there is a process
+            group.
+        RuntimeError: a rank fails or dies, or the time is over.
+    """
+    begun = time.monotonic()
+    is_cuda, note = torch.cuda.is_available(), note or (lambda _: None)
+    processes = (torch.cuda.device_count() if is_cuda else 2) if processes is None else processes
+    dtypes = dtypes or ((torch.float32, torch.bfloat16) if is_cuda else (torch.float32,))
+    _check(is_cuda, processes, threads, rounds, clock, node_bandwidth)
+    cpu, make_optimizer = torch.device("cpu"), partial(tiny_optimizer, is_cuda)
+    note("simulating steps of a tiny model")
+    alone = simulate(partial(tiny_model, cpu), make_optimizer, 1, lambda _: None).events
+    sharded = plan(partial(tiny_sharded_model, cpu), processes, optimizer_of=make_optimizer).worlds[0].events
+    note(f"starting {processes} process{'es' if processes > 1 else ''}")
+    workload = workload or (GPU_WORKLOAD if is_cuda else Workload())
+    job = _Job(processes, threads, rounds, (*dtypes,), workload, is_cuda)
+    samples = _run_ranks(job, note, begun + time_limit)
+    busy = 0.0 if is_cuda else busy_of(samples, threads)
+    if busy > most_busy and processes * threads <= _num_cores():
+        raise MisuseRuntimeError(
+            f"the machine is busy: computing took {busy:.2f} times its CPU time, where {most_busy:g} is accepted. Try "
+            "when it is idle, count CPU time (--cpu-time, clock='cpu'), or write it anyway (--busy-ok, "
+            "most_busy=math.inf)"
+        )
+    network = fitted_network(samples, clock, is_cuda, processes, node_bandwidth)
+    device = with_host(fitted_device(samples, clock, is_cuda), network, samples, clock, alone, sharded)
+    machine = _name_of_machine(is_cuda)
+    device = replace(device, name=machine, capacity=_capacity(is_cuda, processes))
+    calibrated = {
+        "on": machine, "torch": torch.__version__, "processes": processes, "threads": threads, "rounds": rounds,
+        "clock": clock, "busy": round(busy, 3), "seconds": round(time.monotonic() - begun, 1),
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+    return Hardware(device, network, calibrated)
+
+
+def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
+    """Write a file that ``read_hardware`` reads, completely or not at all."""
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(hardware.toml())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _check(is_cuda: bool, processes: int, threads: int, rounds: int, clock: str, node_bandwidth: float | None) -> None:
+    if min(processes, threads, rounds) < 1:
+        raise MisuseError(f"{processes} processes, {threads} threads, {rounds} rounds: expected at least 1 of each")
+    if is_cuda and processes > torch.cuda.device_count():
+        raise MisuseError(f"{processes} processes: expected at most one for each of {torch.cuda.device_count()} GPUs")
+    if clock not in (WALL, CPU):
+        raise MisuseError(f"clock={clock!r}: expected {WALL!r} or {CPU!r}")
+    if node_bandwidth is not None and not node_bandwidth > 0:
+        raise MisuseError(f"a bandwidth between nodes of {node_bandwidth} bytes a second: expected a positive number")
+    if clock == CPU and (is_cuda or threads > 1):
+        raise MisuseError(
+            "CPU time: expected a CPU and one thread for each process; elsewhere it does not say how long"
+        )
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _name_of_machine(is_cuda: bool) -> str:
+    if is_cuda:
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(models, platform.processor() or platform.machine())}, {_num_cores()} cores"
+
+
+def _capacity(is_cuda: bool, processes: int) -> int:
+    if is_cuda:
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+
+
+# ---- The ranks
+
+
+@dataclass(frozen=True)
+class _Job:
+    processes: int
+    threads: int
+    rounds: int
+    dtypes: tuple[torch.dtype, ...]
+    work: Workload
+    is_cuda: bool
+
+
+def _run_ranks(job: _Job, note: Note, deadline: float) -> list[Sample]:
+    """Measure in several processes, which end with this call, however it ends."""
+    context = mp.get_context("spawn")
+    reports = context.SimpleQueue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, store.port, job, reports), daemon=True)
+        for rank in range(job.processes)
+    ]
+    try:
+        _start(ranks)
+        while True:
+            # Looked at before the reports: what a process has put, it has put before it ended.
+            has_ended = any(process.exitcode is not None for process in ranks)
+            if not reports.empty():
+                what, value = reports.get()
+                if what == "samples":
+                    return [*value]
+                if what == "failed":
+                    raise RuntimeError(f"calibrate: {_died(ranks) or value}")
+                note(value)
+            elif has_ended:
+                raise RuntimeError(f"calibrate: {_died(ranks)}")
+            elif time.monotonic() > deadline:
+                raise RuntimeError("calibrate: the time is over; has the machine a core for each process?")
+            else:
+                time.sleep(0.05)
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+def _died(ranks: Sequence[Any]) -> str:
+    """Which rank has died without a report, perhaps a moment ago: others fail for that, and may be faster to say so."""
+    for rank, process in enumerate(ranks):
+        process.join(0.1)
+        if process.exitcode:
+            return f"rank {rank} has died (exit status {process.exitcode})"
+    return ""
+
+
+def _start(processes: Sequence[Any]) -> None:
+    # Ctrl-C goes to all processes of a terminal. The ranks inherit that it is blocked: this process ends them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _rank_main(rank: int, port: int, job: _Job, reports: Any) -> None:
+    parent = mp.parent_process()
+    assert parent is not None, "this process was spawned"
+    try:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        device = torch.device("cuda", rank) if job.is_cuda else torch.device("cpu")
+        if job.is_cuda:
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(job.threads)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("nccl" if job.is_cuda else "gloo", store=store, rank=rank, world_size=job.processes)
+        samples = _measure(job, device, (lambda line: reports.put(("note", line))) if rank == 0 else (lambda _: None))
+        if rank == 0:
+            reports.put(("samples", samples))
+        parent.join()  # it ends this process; connections that close earlier look like a failure to other ranks
+    except BaseException:
+        reports.put(("failed", f"rank {rank} failed:\n{traceback.format_exc()}"))  # and this process ends with status 0
+
+
+def _measure(job: _Job, device: torch.device, note: Note) -> list[Sample]:
+    torch.manual_seed(0)
+    actions = [*actions_of(job.work, job.dtypes, device)]
+    wait: Callable[[], None] = torch.cuda.synchronize if job.is_cuda else (lambda: None)
+    taken = torch.empty(0)
+    for _ in range(2):  # the first one initializes things
+        taken = torch.tensor([_time(action, wait)[0] for action in actions], device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    for action, seconds in zip(actions, taken.tolist(), strict=True):
+        action.repeats = min(max(1, math.ceil(job.work.seconds / seconds)), 500)
+    gc.collect()
+    gc.freeze()
+    times: list[list[tuple[float, float]]] = [[] for _ in actions]
+    order, shuffled = [*range(len(actions))], random.Random(0)  # the same on all ranks
+    for number in range(job.rounds):
+        note(f"measuring, round {number + 1} of {job.rounds}")
+        shuffled.shuffle(order)
+        for i in order:
+            times[i].append(_time(actions[i], wait))
+    medians = torch.tensor([[*map(median, zip(*each, strict=True))] for each in times], device=device)
+    dist.all_reduce(medians)
+    return [_sample(action, *both) for action, both in zip(actions, (medians / job.processes).tolist(), strict=True)]
+
+
+def _time(action: Action, wait: Callable[[], None]) -> tuple[float, float]:
+    """The seconds of the clock and of the CPU that an action takes."""
+    dist.barrier()
+    action.run()  # warms caches
+    wait()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(action.repeats):
+        action.run()
+    wait()
+    return (time.perf_counter() - wall) / action.repeats, (time.process_time() - cpu) / action.repeats
+
+
+def _sample(action: Action, wall: float, cpu: float) -> Sample:
+    return Sample(action.name, wall, cpu, action.operation, action.nbytes)

@@ -1,0 +1,303 @@
+"""``tune()``: which settings take least time, of those that fit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch.nn as nn
+
+from ..api import ADAMW, MakeOptimizer, model_of, modules_to_wrap, of_parameters
+from ..errors import MisuseError
+from ..flat import MixedPrecisionPolicy
+from ..group import states_to_run
+from ..inspect import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    LossOf,
+    OptimizerOf,
+    WorldFacts,
+    bytes_of,
+    simulate,
+)
+from .answer import Rejected, Result, Tuning, predict
+from .hardware import Hardware, hardware_of
+from .setting import CHECKPOINTED, NONE, Setting, apply_setting, code_of, large_children
+
+MARGIN = 0.9
+"""How much of the memory may be used: allocators round, and cut it into pieces."""
+_NUM_REFINED = 3  # the best settings of the first round, whose groups the second round changes
+_MOST_BLOCKS_PER_GROUP = 4
+_ON_HOST = (PARAMETERS, GRADIENTS, OPTIMIZER)  # kinds of memory that offloading keeps there
+
+
+def tune(
+    factory: Callable[..., Any],
+    world_size: int,
+    hardware: str | Hardware = "h100",
+    *,
+    node_size: int | None = None,
+    max_memory: int | None = None,
+    wrap: Sequence[str] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    optimizer: MakeOptimizer | None = ADAMW,
+    optimizer_of: OptimizerOf | None = None,
+    is_compiled: bool = False,
+    note: Callable[[str], None] | None = None,
+) -> Tuning:
+    """Find the settings with which a training step of this model takes least time on these machines.
+
+    For each setting that may fit, this runs the step as ``plan`` does, without other ranks, without a GPU and without
+    memory, and predicts its time from what the step does. It compares strategies and meshes, which blocks form a group,
+    whether parameters are gathered again before backward, which blocks recompute their activations, micro-batches, and
+    offloading. Precision is the caller's choice. docs/howto/tune.md says how good the predictions are.
+
+    Ranks: call it in a process without a process group.
+
+    Args:
+        factory: as for ``plan``, but it must not shard the model. If it has a parameter ``batch``, the sequences of one
+            rank, micro-batches are compared too.
+        world_size: the number of ranks.
+        hardware: the name of a preset (``a100``, ``h100``, ``h200``, ``b200``, ``mi300x``), a file that ``calibrate``
+            has written, or an object.
+        node_size: ranks in a node; default: the hardware's.
+        max_memory: bytes of a rank; default: the hardware's. A tenth is left free.
+        wrap, mp_policy, batch, seq, optimizer, optimizer_of: as for ``plan``. ``batch`` is what a rank trains in a
+            step, in one or several micro-batches.
+        is_compiled: the blocks will be compiled (``Block.compile()``).
+        note: called with a line of text about the progress.
+
+    Returns:
+        What was found; print it. ``best.code`` is a function to paste.
+
+    Raises:
+        ValueError: arguments contradict each other or the model; no memory limit is known; the factory's model is
+            sharded already.
+        RuntimeError: there is a process group; or the model has data-dependent control flow.
+    """
+    machine = hardware_of(hardware) if isinstance(hardware, str) else hardware
+    if node_size is not None:
+        machine = replace(machine, network=machine.network.with_node(node_size))
+    memory = max_memory or machine.device.capacity
+    if world_size < 1 or (node_size is not None and node_size < 1):
+        raise MisuseError(f"tune(world_size={world_size}, node_size={node_size}): expected at least 1")
+    if not memory:
+        raise MisuseError(f"tune(): {machine.device.name} does not say how much memory it has: give max_memory")
+    make = optimizer_of
+    if make is None and optimizer is not None:
+        make = partial(of_parameters, optimizer)
+    model = _Model(factory, wrap, mp_policy, batch, seq)
+    search = _Search(model, make, world_size, machine, int(MARGIN * memory), is_compiled, note or (lambda _: None))
+    return search.run(memory)
+
+
+class _Model:
+    """Makes the model, for each setting.
+
+    Attributes:
+        num_blocks: how many modules become groups by default; known when the model has been made.
+        can_split: whether they have large modules inside.
+        codes: the code of the settings that it was made for.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        wrap: Sequence[str] | None,
+        mp_policy: MixedPrecisionPolicy | None,
+        batch: int | None,
+        seq: int | None,
+    ) -> None:
+        self._factory, self._wrap, self._mp_policy, self._seq = factory, wrap, mp_policy, seq
+        self._takes_batch = seq is None and "batch" in inspect.signature(factory).parameters
+        self.batch = batch
+        if batch is None and self._takes_batch:
+            default = inspect.signature(factory).parameters["batch"].default
+            self.batch = default if isinstance(default, int) else None
+        self.num_blocks, self.can_split = 0, False
+        self.codes: dict[Setting, str] = {}
+
+    def build(self, device: str, setting: Setting) -> tuple[nn.Module, LossOf]:
+        batch = setting.batch
+        factory = partial(self._factory, batch=batch) if self._takes_batch and batch else self._factory
+        is_of_tokens = self._seq is not None
+        model, loss_of = model_of(factory, batch if is_of_tokens else None, self._seq)
+        if states_to_run(model):
+            raise MisuseError("tune(): the factory returns an already sharded model: let it return the plain one")
+        blocks = [block for block in modules_to_wrap(model, self._wrap) if block is not model]
+        self.num_blocks, self.can_split = len(blocks), bool(blocks and large_children(blocks))
+        self.codes[setting] = code_of(setting, model, blocks, self._mp_policy, device)
+        apply_setting(setting, model, blocks, self._mp_policy)
+        return model, loss_of
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a dry run of a setting found."""
+
+    facts: WorldFacts
+    peak: int  # on the device
+
+
+class _Search:
+    def __init__(
+        self,
+        model: _Model,
+        make_optimizer: OptimizerOf | None,
+        world_size: int,
+        hardware: Hardware,
+        limit: int,
+        is_compiled: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        self._model, self._make_optimizer, self._world_size, self._limit = model, make_optimizer, world_size, limit
+        self._hardware, self._is_compiled, self._note = hardware, is_compiled, note
+        self._node = min(hardware.network.levels[0].ranks or world_size, world_size)
+        self._found: dict[Setting, Result] = {}
+        self._rejected: dict[Setting, str] = {}
+        self._activations: dict[str, float] = {}  # bytes for each sequence, by what is recomputed
+        self._num_runs = 0
+
+    def run(self, memory: int) -> Tuning:
+        batch = self._model.batch or 0
+        default = Setting("zero3", (self._world_size,), batch=batch)
+        first = self._dry_run(default)
+        plain = self._result(default, first)
+        for strategy in self._strategies():
+            for setting in self._first_round(replace(strategy, batch=batch)):
+                self._try(setting, default, first)
+        ranked = self._ranked()
+        if not ranked:
+            for checkpointed in CHECKPOINTED:
+                self._try(replace(default, checkpointed=checkpointed, is_offloaded=True), default, first)
+        for result in ranked[:_NUM_REFINED]:
+            for setting in self._other_groups(result.setting):
+                self._try(setting, default, first)
+        ranked = self._ranked()
+        return Tuning(
+            model=first.facts.layout.name,
+            world_size=self._world_size,
+            node_size=self._node,
+            max_memory=memory,
+            hardware=self._hardware,
+            is_compiled=self._is_compiled,
+            results=tuple(ranked),
+            default=plain,
+            rejected=tuple(Rejected(setting, why) for setting, why in self._rejected.items()),
+            num_runs=self._num_runs,
+        )
+
+    # ---- What is tried
+
+    def _strategies(self) -> Iterator[Setting]:
+        world, node = self._world_size, self._node
+        yield Setting("zero3", (world,))
+        if world == 1:
+            return
+        yield Setting("zero2", (world,))
+        yield Setting("ddp", (world,))
+        shards = node
+        while 1 < shards < world and world % shards == 0:
+            mesh = (world // shards, shards)
+            yield Setting("hybrid", mesh)
+            yield Setting("hybrid", mesh, reshard_after_forward=False)
+            if shards == node:
+                yield Setting("hfsdp", mesh)
+                yield Setting("zero3", (world,), reshard_after_forward=node)
+            shards *= 2
+
+    def _first_round(self, setting: Setting) -> Iterator[Setting]:
+        """For each micro-batch, from the largest, recompute no more than it takes to fit; stop where nothing has to be
+        recomputed, since smaller ones only communicate more often."""
+        for num_batches in _splits_of(setting.batch):
+            batch = setting.batch // num_batches
+            for checkpointed in CHECKPOINTED:
+                tried = replace(setting, batch=batch, num_batches=num_batches, checkpointed=checkpointed)
+                yield tried
+                if tried in self._found:
+                    if checkpointed == NONE:
+                        return
+                    break
+
+    def _other_groups(self, setting: Setting) -> Iterator[Setting]:
+        per_group = 2
+        while per_group <= min(_MOST_BLOCKS_PER_GROUP, self._model.num_blocks // 2):
+            yield replace(setting, per_group=per_group)
+            per_group *= 2
+        if self._model.can_split:
+            yield replace(setting, splits=True)
+
+    # ---- What it gives
+
+    def _try(self, setting: Setting, default: Setting, first: _Run) -> None:
+        if setting in self._found or setting in self._rejected:
+            return
+        state = self._state(setting, first)
+        activations = self._activations.get(setting.checkpointed, 0.0) * setting.batch
+        if state + activations > self._limit:
+            more = f", activations {bytes_of(int(activations))}" if activations else ""
+            self._rejected[setting] = f"parameters, gradients and optimizer state take {bytes_of(state)}{more}"
+            return
+        result = self._result(setting, first if setting == default else self._dry_run(setting))
+        if result.peak > self._limit:
+            self._rejected[setting] = f"the peak is {bytes_of(result.peak)}"
+        else:
+            self._found[setting] = result
+
+    def _state(self, setting: Setting, first: _Run) -> int:
+        """Bytes of parameters, gradients and optimizer state on the device, from those of the default setting, in which
+        all is sharded."""
+        if setting.is_offloaded:
+            return 0
+        shards = setting.mesh[-1]
+        kept = {kind: max(moment.bytes_by_kind[kind] for moment in first.facts.moments) for kind in _ON_HOST}
+        in_all = {"hfsdp": (GRADIENTS, OPTIMIZER), "zero2": (GRADIENTS, OPTIMIZER)}.get(setting.strategy, ())
+        times = {kind: 1 if kind in in_all else self._world_size / shards for kind in kept}
+        if setting.strategy == "ddp":
+            times = dict.fromkeys(kept, float(self._world_size))
+        return int(sum(nbytes * times[kind] for kind, nbytes in kept.items()))
+
+    def _dry_run(self, setting: Setting) -> _Run:
+        self._num_runs += 1
+        found = simulate(
+            partial(self._model.build, "cuda" if self._hardware.device.overlaps else "cpu", setting),
+            self._make_optimizer,
+            self._world_size,
+            lambda line: self._note(f"run {self._num_runs}, {setting}: {line}"),
+        )
+        kept = max(moment.bytes_by_kind[GRADIENTS] for moment in found.moments)
+        peak = 0
+        for moment in found.moments:
+            nbytes = moment.nbytes
+            if setting.num_batches > 1:  # gradients of earlier micro-batches
+                nbytes += kept - moment.bytes_by_kind[GRADIENTS]
+            if setting.is_offloaded:
+                nbytes -= sum(moment.bytes_by_kind[kind] for kind in _ON_HOST)
+            peak = max(peak, nbytes)
+        if setting.batch:
+            activations = max(moment.bytes_by_kind[ACTIVATIONS] for moment in found.moments)
+            self._activations[setting.checkpointed] = activations / setting.batch
+        return _Run(found, peak)
+
+    def _result(self, setting: Setting, run: _Run) -> Result:
+        events = run.facts.events
+        times = predict(setting, events, self._hardware, self._is_compiled)
+        return Result(setting, run.peak, times, events, self._model.codes[setting])
+
+    def _ranked(self) -> list[Result]:
+        return sorted(self._found.values(), key=lambda result: result.times.seconds)
+
+
+def _splits_of(batch: int) -> list[int]:
+    """Into how many micro-batches a batch can be split: powers of two."""
+    found = [1]
+    while batch and batch % (2 * found[-1]) == 0:
+        found.append(2 * found[-1])
+    return found

@@ -1,0 +1,180 @@
+"""One way to shard and train a model, what it does to the model, and the code that does so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from ..api import fully_shard
+from ..flat import CPUOffloadPolicy, MixedPrecisionPolicy
+
+NONE, EVERY_SECOND, ALL = CHECKPOINTED = ("none", "every 2nd block", "blocks")
+"""Which blocks recompute their activations in backward."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train.
+
+    Attributes:
+        strategy: see ``fully_shard``.
+        mesh: the number of shards, or of replicas and shards.
+        per_group: blocks that form one group; there may be fewer in the last one.
+        splits: large modules inside blocks are groups of their own.
+        reshard_after_forward: see ``fully_shard``.
+        checkpointed: ``none``, ``every 2nd block`` or ``blocks``: which recompute their activations.
+        is_offloaded: parameters, gradients and optimizer state are in host memory.
+        batch: sequences of a micro-batch of a rank; 0: what the factory makes.
+        num_batches: micro-batches of a step.
+    """
+
+    strategy: str
+    mesh: tuple[int, ...]
+    per_group: int = 1
+    splits: bool = False
+    reshard_after_forward: bool | int | None = None
+    checkpointed: str = NONE
+    is_offloaded: bool = False
+    batch: int = 0
+    num_batches: int = 1
+
+    def __str__(self) -> str:
+        parts = [self.strategy if len(self.mesh) == 1 else f"{self.strategy} {'x'.join(map(str, self.mesh))}"]
+        if self.reshard_after_forward is False:
+            parts.append("kept gathered")
+        elif self.reshard_after_forward is not None and self.reshard_after_forward is not True:
+            parts.append(f"kept by {self.reshard_after_forward}")
+        if self.per_group != 1:
+            parts.append(f"{self.per_group} blocks a group")
+        if self.splits:
+            parts.append("groups inside blocks")
+        if self.checkpointed != NONE:
+            parts.append(f"recompute {self.checkpointed}")
+        if self.is_offloaded:
+            parts.append("offloaded")
+        return ", ".join(parts)
+
+
+def apply_setting(
+    setting: Setting, model: nn.Module, blocks: Sequence[nn.Module], mp_policy: MixedPrecisionPolicy | None
+) -> None:
+    """Shard the model."""
+    for block in blocks[:: _STEPS[setting.checkpointed]] if setting.checkpointed != NONE else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    mesh = init_device_mesh("cpu", setting.mesh, mesh_dim_names=_dim_names(setting))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy}
+    if setting.strategy not in _BY_MESH:
+        options["strategy"] = setting.strategy
+    if setting.is_offloaded:
+        options["offload_policy"] = CPUOffloadPolicy()
+    inner = {**options}
+    if setting.reshard_after_forward is not None:
+        inner["reshard_after_forward"] = setting.reshard_after_forward
+    for i in range(0, len(blocks), setting.per_group):
+        together = [*blocks[i : i + setting.per_group]]
+        for name in large_children(blocks) if setting.splits else ():
+            fully_shard(together[0].get_submodule(name), **inner)
+        fully_shard(together, **inner)
+    fully_shard(model, **options)
+
+
+_STEPS = {ALL: 1, EVERY_SECOND: 2}
+_BY_MESH = ("zero3", "hybrid")  # what a mesh of one or two dimensions means by itself
+_LARGE = 4  # a child of a block is large if it has at least a quarter of the block's parameters
+
+
+def _dim_names(setting: Setting) -> tuple[str, ...]:
+    return ("replicate", "shard")[-len(setting.mesh) :]
+
+
+def large_children(blocks: Sequence[nn.Module]) -> list[str]:
+    """The names of several children that have a quarter of a block's parameters or more, in every block."""
+    found = []
+    for name, _ in blocks[0].named_children():
+        children = [(getattr(block, name, None), block) for block in blocks]
+        if all(isinstance(child, nn.Module) and _LARGE * _numel(child) >= _numel(block) for child, block in children):
+            found.append(name)
+    return found if len(found) > 1 else []
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def code_of(
+    setting: Setting,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mp_policy: MixedPrecisionPolicy | None,
+    device: str,
+) -> str:
+    """A function ``shard(model)`` that does what ``apply_setting`` does, for a program to paste.
+
+    Args:
+        device: the type of the device, for example ``cuda``.
+    """
+    ours, imports, options = ["fully_shard"], [], ["mesh=mesh"]
+    if mp_policy is not None:
+        ours.append("MixedPrecisionPolicy")
+        imports.append("import torch")
+        dtypes = {"param_dtype": mp_policy.param_dtype, "reduce_dtype": mp_policy.reduce_dtype}
+        text = ", ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if dtype is not None)
+        options.append(f"mp_policy=MixedPrecisionPolicy({text})")
+    if setting.strategy not in _BY_MESH:
+        options.append(f'strategy="{setting.strategy}"')
+    if setting.is_offloaded:
+        ours.append("CPUOffloadPolicy")
+        options.append("offload_policy=CPUOffloadPolicy()")
+    inner = "**options"
+    if setting.reshard_after_forward is not None:
+        inner += f", reshard_after_forward={setting.reshard_after_forward}"
+    names = json.dumps(_dim_names(setting)).replace("[", "(").replace("]", ",)" if len(setting.mesh) == 1 else ")")
+    lines = [
+        f'mesh = init_device_mesh("{device}", {setting.mesh}, mesh_dim_names={names})',
+        f"options = dict({', '.join(options)})",
+    ]
+    if blocks:
+        lines.append(f"blocks = {_blocks_text(model, blocks)}")
+    if setting.checkpointed != NONE:
+        imports += ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
+        part = "blocks" if setting.checkpointed == ALL else f"blocks[::{_STEPS[setting.checkpointed]}]"
+        lines += [
+            f"for block in {part}:",
+            "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
+        ]
+    if blocks and setting.per_group > 1:
+        lines += [
+            f"for i in range(0, len(blocks), {setting.per_group}):",
+            f"    fully_shard(blocks[i : i + {setting.per_group}], {inner})",
+        ]
+    elif blocks:
+        lines.append("for block in blocks:")
+        if setting.splits:
+            lines += [
+                f"    for name in {json.dumps(large_children(blocks))}:",
+                f"        fully_shard(block.get_submodule(name), {inner})",
+            ]
+        lines.append(f"    fully_shard(block, {inner})")
+    lines.append("fully_shard(model, **options)")
+    if setting.num_batches > 1:
+        lines.append(f"# and in a step {setting.num_batches} micro-batches of {setting.batch} sequences")
+    imports.append("from torch.distributed.device_mesh import init_device_mesh")
+    imports.sort(key=lambda line: line.startswith("from"))
+    imports.append(f"from fsdp_compose import {', '.join(sorted(ours))}")
+    return "\n".join([*imports, "", "", "def shard(model):", *(f"    {line}" for line in lines)])
+
+
+def _blocks_text(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
+    names = {id(module): name for name, module in model.named_modules()}
+    paths = [names[id(block)] for block in blocks]
+    parents, last = {path.rpartition(".")[0] for path in paths}, [path.rpartition(".")[2] for path in paths]
+    if len(parents) == 1 and last == [*map(str, range(len(paths)))]:
+        return f'[*model.get_submodule("{parents.pop()}")]'
+    return f"[model.get_submodule(name) for name in {json.dumps(paths)}]"

@@ -1,0 +1,209 @@
+"""Hardware: presets, files, curves, and how long a network takes."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_compose.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from fsdp_compose.errors import MisuseError
+from fsdp_compose.inspect import Operation
+from fsdp_compose.tuning import PRESETS, Curve, Device, Level, Network, hardware_of, read_hardware
+from tests.harness import ROOT
+
+MINIMAL = """\
+[device]
+name = "mine"
+attention = [1e12, 2e12]
+memory = 1e11
+
+[device.matmul]
+float32 = 1e13
+
+[network]
+start = 0.0
+
+[[network.level]]
+ranks = 0
+bandwidth = 1e9
+latency = 1e-6
+"""
+
+
+# ---- Files
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_read_back_as_it_was_written(tmp_path: Path, name: str):
+    path = tmp_path / "hardware.toml"
+    path.write_text(PRESETS[name].toml())
+    assert read_hardware(path) == PRESETS[name]
+
+
+def test_curves_infinity_and_what_was_calibrated_are_read_back_too(tmp_path: Path):
+    preset = PRESETS["h100"]
+    curve = Curve((1.0, 1e16), (1e-300, 0.5))
+    device = replace(preset.device, name='a "quoted" name', curves={"add": curve}, collectives={ALL_GATHER: curve})
+    network = Network((Level(0, math.inf, 0.0),), 0.0)
+    written = replace(preset, device=device, network=network, calibrated={"on": "it", "busy": 1.02, "rounds": 7})
+    path = tmp_path / "hardware.toml"
+    path.write_text(written.toml())
+    assert read_hardware(path) == written
+
+
+def test_a_file_may_leave_out_what_has_a_default(tmp_path: Path):
+    path = tmp_path / "hardware.toml"
+    path.write_text(MINIMAL)
+    found = hardware_of(str(path))
+    assert found.device.source == str(path) and found.device.attention == (1e12, 2e12)
+    assert found.device.overlaps and found.device.kernel == 4e-6 and found.calibrated == {}
+    assert found.network == Network((Level(0, 1e9, 1e-6),), 0.0)
+
+
+def test_the_example_in_the_documentation_is_a_file_and_the_tables_have_every_entry(tmp_path: Path):
+    page = (ROOT / "docs/howto/tune.md").read_text()
+    path = tmp_path / "hardware.toml"
+    path.write_text(page.partition("### The file")[2].partition("```text\n")[2].partition("```")[0])
+    assert {*read_hardware(path).device.matmul} == {"float32", "float32 nt"}
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("|"))
+    names = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", rows)}
+    entries = {item.name for item in (*fields(Device), *fields(Level))} - {"source"}
+    assert names == entries | {"level"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[device]", "[device", "hardware {path}: Expected"),
+        (
+            "[device",
+            "[gpu",
+            "hardware {path}: expected the tables [device] and [network], found gpu, network",
+        ),
+        ("[[network.level]]", "[network.other]", "hardware {path}: expected [[network.level]] at least once"),
+        ("memory =", "memroy =", "hardware {path}: device: unknown memroy; known are attention, "),
+        ("memory = 1e11\n", "", "hardware {path}: device: missing memory"),
+        ("bandwidth = 1e9\n", "", "hardware {path}: network.level: missing bandwidth"),
+        ("memory = 1e11", "memory = 0", "hardware {path}: device.memory: expected positive numbers, got 0"),
+        ("memory = 1e11", "memory = nan", "hardware {path}: device.memory: expected positive numbers, got nan"),
+        ("[1e12, 2e12]", "[1e12, -1.0]", "hardware {path}: device.attention: expected positive numbers"),
+        ("float32 = 1e13", "float32 = 0.0", "hardware {path}: device.matmul: expected positive numbers"),
+        ("start = 0.0", "start = -1.0", "hardware {path}: network.start: expected positive numbers, got -1.0"),
+        ("bandwidth = 1e9", "bandwidth = 0", "hardware {path}: network.level.bandwidth: expected positive numbers"),
+        *(
+            (
+                "[network]",
+                f"[device.curves]\nadd = {item}\n[network]",
+                "hardware {path}: curves.add: expected nbytes, ascending, and as many seconds, got ",
+            )
+            for item in (
+                "3.0",
+                "{ nbytes = [1, 2], seconds = [1.0] }",
+                "{ nbytes = [], seconds = [] }",
+                "{ nbytes = [2, 1], seconds = [1.0, 2.0] }",
+                "{ nbytes = [1, 1], seconds = [1.0, 2.0] }",
+            )
+        ),
+        (
+            "[network]",
+            '[device.collectives]\n"all-gather" = { nbytes = [1], second = [1.0] }\n[network]',
+            "hardware {path}: collectives.all-gather: unknown second; known are nbytes, seconds",
+        ),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused(tmp_path: Path, old: str, new: str, message: str):
+    assert old in MINIMAL
+    path = tmp_path / "hardware.toml"
+    path.write_text(MINIMAL.replace(old, new))
+    with pytest.raises(MisuseError) as raised:
+        read_hardware(path)
+    assert str(raised.value).startswith(message.format(path=path))
+
+
+def test_hardware_is_a_preset_or_a_file():
+    assert hardware_of("H100") is PRESETS["h100"]
+    with pytest.raises(MisuseError, match=r"^--hardware h1000: expected a100, h100, .*, or a file that calibrate"):
+        hardware_of("h1000")
+
+
+def test_products_in_a_dtype_that_the_file_does_not_have_are_refused():
+
+    product = Operation("mm", "forward", 1e9, 100, torch.float64)
+    with pytest.raises(MisuseError, match=r"only in bfloat16, float16, float32: add matmul\.float64 to the file"):
+        PRESETS["h100"].device.seconds(product)
+    whole = replace(product, dtype=torch.int8)
+    assert PRESETS["h100"].device.seconds(whole) == pytest.approx(4e-6)
+
+
+# ---- Curves
+
+
+def test_a_curve_is_linear_between_its_points():
+    curve = Curve((10, 20, 40), (1.0, 3.0, 4.0))
+    assert [curve.at(size) for size in (0, 5, 10)] == [1.0, 1.0, 1.0]
+    assert [curve.at(size) for size in (15, 20, 30, 40)] == [2.0, 3.0, 3.5, 4.0]
+    assert curve.at(80) == 8.0  # grows with the size
+
+
+# ---- The network: nodes of 4, 100 bytes a second inside, 10 for each rank between them
+
+NETWORK = Network((Level(4, 100.0, 0.25), Level(0, 10.0, 2.0)), start=1.0)
+
+
+@pytest.mark.parametrize("kind", [ALL_GATHER, REDUCE_SCATTER])
+def test_inside_a_node_all_but_a_rank_s_own_part_arrive_over_its_link(kind: str):
+    # 3 steps; 3/4 of 800 bytes at 100 bytes a second
+    assert NETWORK.seconds(kind, 800, range(4)) == pytest.approx(1.0 + 3 * 0.25 + 600 / 100)
+
+
+def test_an_all_reduce_does_it_twice():
+    assert NETWORK.seconds(ALL_REDUCE, 800, range(4)) == pytest.approx(1.0 + 6 * 0.25 + 1200 / 100)
+
+
+def test_across_nodes_a_group_uses_the_cards_of_all_its_ranks_in_a_node():
+    # Two nodes of 4: 7/8 of the bytes at 4 x 10 bytes a second, which is slower than a link. Latencies: 7 steps.
+    expected = 1.0 + 7 * 0.25 + 7 * 2.0 + 700 / 40
+    assert NETWORK.seconds(ALL_GATHER, 800, range(8)) == pytest.approx(expected)
+    # Two of a node in each of two nodes: 2 cards.
+    expected = 1.0 + 3 * 0.25 + 3 * 2.0 + 600 / 20
+    assert NETWORK.seconds(ALL_GATHER, 800, (0, 1, 4, 5)) == pytest.approx(expected)
+
+
+def test_links_may_be_slower_than_all_cards_of_a_node():
+    network = replace(NETWORK, levels=(NETWORK.levels[0], Level(0, 50.0, 2.0)))
+    expected = 1.0 + 7 * 0.25 + 7 * 2.0 + 700 / 100  # 4 x 50 > 100
+    assert network.seconds(ALL_GATHER, 800, range(8)) == pytest.approx(expected)
+
+
+def test_a_group_with_one_rank_in_each_node_uses_one_card():
+    # What replicas of a hybrid mesh do: no link inside a node is used.
+    assert NETWORK.seconds(ALL_REDUCE, 800, (1, 5)) == pytest.approx(1.0 + 2 * 2.0 + 800 / 10)
+
+
+def test_between_many_nodes_latencies_are_those_of_a_tree():
+    ranks = range(1024)
+    tree = 4 * math.log2(1024)
+    expected = 1.0 + 1023 * 0.25 + (tree + 256) * 2.0 + 1023 / 40
+    assert NETWORK.seconds(ALL_GATHER, 1024, ranks) == pytest.approx(expected)
+
+
+def test_an_all_to_all_sends_what_it_is_told_to_and_each_rank_over_its_own_card():
+    # Of 7 other ranks, 4 are in the other node: their share of 700 bytes at 10 bytes a second.
+    expected = 1.0 + 7 * 0.25 + 7 * 2.0 + 700 * (4 / 7) / 10
+    assert NETWORK.seconds(ALL_TO_ALL, 5000, range(8), sent=700) == pytest.approx(expected)
+    assert NETWORK.seconds(ALL_TO_ALL, 5000, range(4), sent=700) == pytest.approx(1.0 + 3 * 0.25 + 7.0)
+
+
+def test_one_rank_sends_nothing():
+    assert NETWORK.seconds(ALL_REDUCE, 800, (3,)) == 0.0
+
+
+def test_other_nodes_and_other_bandwidths():
+    assert NETWORK.with_node(8).seconds(ALL_GATHER, 800, range(8)) == pytest.approx(1.0 + 7 * 0.25 + 7.0)
+    assert NETWORK.with_node(8).levels[1] == NETWORK.levels[1]
+    assert NETWORK.scaled(2.0).seconds(ALL_GATHER, 800, range(4)) == pytest.approx(1.0 + 3 * 0.25 + 3.0)

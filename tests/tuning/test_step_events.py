@@ -1,0 +1,156 @@
+"""What a dry run notes of a step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import plan
+from fsdp_compose.inspect import Allocated, Issue, Operation, Wait
+from tests.inspect.test_plan import Block, Net
+
+
+def events_of(factory, world=2, **options):
+    return plan(factory, world, **options).worlds[0].events
+
+
+def flops_of(events, phase=None, **kinds):
+    return sum(
+        event.flops
+        for event in events
+        if isinstance(event, Operation)
+        and phase in (None, event.phase)
+        and all(getattr(event, name) == value for name, value in kinds.items())
+    )
+
+
+TOKENS = 2 * 16
+
+
+def test_products_have_the_numbers_of_arithmetic():
+    events = events_of(Net, batch=2, seq=16)
+    width = 64
+    forward = 2 * TOKENS * (4 * 2 * 4 * width * width + width * 128)
+    assert flops_of(events, "forward") == forward
+    assert flops_of(events, "backward") == 2 * forward
+    assert flops_of(events, "optimizer") == 0
+
+
+def test_what_is_recomputed_is_marked():
+    events = events_of(partial(Net, checkpoints=True), batch=2, seq=16)
+    first_products = 2 * TOKENS * 4 * 4 * 64 * 64  # torch stops where all that backward needs is there
+    assert flops_of(events, is_repeated=True) == first_products
+    assert flops_of(events, "backward", is_repeated=False) == 2 * flops_of(events, "forward")
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.linear, self.is_causal = torch.nn.Linear(32, 96), is_causal
+
+    def forward(self, x):
+        parts = [part.view(2, 8, 2, 16).transpose(1, 2) for part in self.linear(x).chunk(3, -1)]
+        return F.scaled_dot_product_attention(*parts, is_causal=self.is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_counts_half_if_it_is_causal(is_causal):
+    def factory():
+        return Attention(is_causal), lambda model: model(torch.zeros(2, 8, 32)).sum()
+
+    events, share = events_of(factory), 0.5 if is_causal else 1.0
+    product = 2 * 2 * 2 * 8 * 8 * 16  # of one of the matrices
+    assert flops_of(events, "forward", is_attention=True) == share * 2 * product
+    assert flops_of(events, "backward", is_attention=True) == share * 5 * product
+
+
+def test_collectives_and_waits_are_in_order_with_their_ranks():
+    found = plan(Net, 8, mesh="2x4", batch=2, seq=16).worlds[0]
+    issued = [event for event in found.events if isinstance(event, Issue)]
+    assert [(one.kind, one.group, one.nbytes) for one in issued] == [
+        (one.kind, one.group, one.nbytes) for one in found.collectives
+    ]
+    assert {(one.kind, tuple(one.ranks)) for one in issued} == {
+        ("all-gather", (0, 1, 2, 3)),
+        ("reduce-scatter", (0, 1, 2, 3)),
+        ("all-reduce", (0, 4)),
+    }
+    places = {event.number: i for i, event in enumerate(found.events) if isinstance(event, Issue)}
+    waits = {event.number: i for i, event in enumerate(found.events) if isinstance(event, Wait)}
+    assert waits.keys() == places.keys()
+    assert all(waits[number] > place for number, place in places.items())
+    assert all(one.phase == ("forward" if i < 5 else "backward") for i, one in enumerate(issued))
+
+
+def test_bytes_are_those_of_arguments_and_results():
+    def factory():
+        return torch.nn.Linear(4, 4, bias=False), lambda model: (model(torch.zeros(8, 4)) * 2.0).sum()
+
+    (times,) = [one for one in events_of(factory, 1) if isinstance(one, Operation) and one.name == "mul"][:1]
+    assert (times.nbytes, times.dtype, times.flops) == (2 * 8 * 4 * 4, torch.float32, 0)
+
+
+def test_new_memory_is_noted():
+    events = events_of(Net, batch=2, seq=16)
+    logits = TOKENS * 128 * 4
+    assert Allocated(logits) in events
+
+
+def test_unsharded_parameters_that_use_memory_in_turn_are_no_new_memory():
+    """Groups exchange their memory: a step in which nothing is freed in between needs it once."""
+    found = plan(Net, 2, batch=2, seq=16, reshard_after_forward=True).worlds[0]
+    whole = max(item.nbytes for item in found.collectives if item.group == "blocks.0")
+    num_gathers = sum(item.kind == "all-gather" for item in found.collectives)
+    assert 0 < sum(event == Allocated(whole) for event in found.events) < num_gathers
+
+
+def test_the_layout_of_products_is_noted():
+    found = {(event.name, event.layout) for event in events_of(Net, batch=2, seq=16) if getattr(event, "flops", 0)}
+    assert found == {("addmm", "nt"), ("mm", "nt"), ("mm", "nn"), ("mm", "tn")}
+
+
+def test_layers_that_repeat_cost_no_more_shapes():
+    """The results of an operation are found once for the same shapes, strides, dtypes and other arguments."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([Block(32), Block(32)])
+            self.other = torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            y = self.other(x)
+            return torch.cat([y, y.double()], 1), y.sum(0, True), y.sum(0, False), y.sum(1), y[:, ::2] + 1, y + True
+
+    def loss_of(model):
+        found = model(torch.zeros(6, 32))
+        shapes = [(tuple(item.shape), item.stride(), item.dtype) for item in found]
+        assert shapes == [
+            ((6, 64), (64, 1), torch.float64),
+            ((1, 32), (32, 1), torch.float32),
+            ((32,), (1,), torch.float32),
+            ((6,), (1,), torch.float32),
+            ((6, 16), (16, 1), torch.float32),
+            ((6, 32), (32, 1), torch.float32),
+        ]
+        return sum(item.sum().float() for item in found)
+
+    events_of(lambda: (Twice(), loss_of))
+
+
+def test_a_repeated_forward_of_reentrant_checkpoints_is_marked_too():
+    class Old(Net):
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return self.head(x)
+
+    events = events_of(Old, batch=2, seq=16)
+    assert flops_of(events, is_repeated=True) == 2 * TOKENS * 4 * 2 * 4 * 64 * 64

@@ -1,0 +1,328 @@
+"""``tune()`` and ``plan --tune``: what it chooses fits and is fastest by its own model, the code that it prints does
+what was predicted, and what users get wrong is said in a line."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from fsdp_compose import MisuseError, MixedPrecisionPolicy, fully_shard, plan
+from fsdp_compose.__main__ import main
+from fsdp_compose.tuning import PRESETS, Device, Hardware, Level, Network, Setting, Tuning, tune
+from tests.harness import ROOT, distributed
+from tests.inspect.test_plan import Net
+from tests.training import full_values, sgd
+
+MIB = 1 << 20
+GPU = Device("gpu", "", {"float32": 1e12}, (1e12, 1e12), memory=1e11, kernel=1e-6, host=0, collective=0, error=0.01)
+
+
+def hardware(inside: float = 1e9, between: float = 1e9, node: int = 4, device: Device = GPU) -> Hardware:
+    return Hardware(device, Network((Level(node, inside, 1e-6), Level(0, between, 1e-6))))
+
+
+def factory(batch: int = 4):
+    tokens = torch.zeros(batch, 32, dtype=torch.int64)
+    return Net(), lambda model: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def settings_of(found: Tuning) -> list[Setting]:
+    return [result.setting for result in found.results]
+
+
+# ---- The choice
+
+
+ROOMY = 1 << 30
+
+
+@cache
+def with_room(world_size: int = 8, inside: float = 1e9, between: float = 1e9) -> Tuning:
+    return tune(factory, world_size, hardware(inside, between), max_memory=ROOMY)
+
+
+def just_less_than(nbytes: int) -> int:
+    """The memory in which, but for the tenth that stays free, a byte less has room."""
+    return int((nbytes - 1) / 0.9)
+
+
+def test_everything_that_is_found_fits_and_the_fastest_comes_first():
+    peaks = sorted(result.peak for result in with_room().results)
+    limit = just_less_than(peaks[len(peaks) // 2])
+    found = tune(factory, 8, hardware(), max_memory=limit)
+    assert found.results and found.rejected
+    assert all(result.peak <= 0.9 * limit for result in found.results)
+    seconds = [result.times.seconds for result in found.results]
+    assert seconds == sorted(seconds)
+    assert len({*settings_of(found)}) == len(found.results)
+    assert not {*settings_of(found)} & {item.setting for item in found.rejected}
+
+
+def test_the_default_is_what_plan_says():
+    found = with_room()
+    world = plan(factory, 8).worlds[0]
+    assert found.default.peak == world.peak.nbytes
+    assert found.default.events == world.events
+    assert found.default.setting == Setting("zero3", (8,), batch=4)
+
+
+def test_without_a_network_to_wait_for_nothing_is_recomputed_or_split():
+    best = with_room(8, math.inf, math.inf).best
+    assert best is not None
+    assert (best.setting.checkpointed, best.setting.num_batches) == ("none", 1)
+
+
+def test_on_a_slow_network_whole_parameters_are_kept_if_they_fit():
+    best = tune(factory, 8, hardware(1e7, 1e7, node=8), max_memory=1 << 30).best
+    assert best is not None
+    assert best.setting.strategy in ("zero2", "ddp")  # neither gathers twice
+
+
+def test_between_slow_nodes_parameters_are_not_sharded():
+    found = tune(factory, 8, hardware(1e10, 1e6), max_memory=1 << 30)
+    assert found.best is not None
+    assert found.best.setting.strategy == "hybrid"
+    assert found.best.setting.mesh == (2, 4)
+
+
+def test_less_memory_recomputes_or_cuts_the_batch():
+    roomy = with_room(2)
+    best = tune(factory, 2, hardware(), max_memory=just_less_than(min(result.peak for result in roomy.results))).best
+    assert best is not None and roomy.best is not None
+    assert best.peak < roomy.best.peak and best.times.seconds > roomy.best.times.seconds
+    assert best.setting.checkpointed != "none" or best.setting.num_batches > 1
+
+
+def test_what_no_memory_holds_is_offloaded():
+    peak = with_room(2).default.peak
+    found = tune(lambda: factory(1), 2, hardware(), max_memory=int(peak * 0.55))
+    assert found.results
+    assert all(result.setting.is_offloaded for result in found.results)
+    assert found.best is not None and "CPUOffloadPolicy()" in found.best.code
+
+
+def test_nothing_fits():
+    found = tune(factory, 8, hardware(), max_memory=1000)
+    assert found.best is None and not found.tied
+    assert "nothing fits" in str(found) and "does not fit" in str(found)
+    assert json.loads(found.json())["code"] is None
+    with pytest.raises(MisuseError, match="nothing fits"):
+        found.save("nothing.svg")
+
+
+def test_one_rank():
+    found = with_room(1)
+    assert found.best is not None
+    assert {setting.strategy for setting in settings_of(found)} == {"zero3"}
+
+
+def test_results_that_predictions_cannot_tell_apart_are_tied():
+    found = replace(with_room(), hardware=hardware(device=replace(GPU, error=0.2)))
+    assert found.best is not None and found.tied
+    most = found.best.times.seconds * 1.2
+    assert [*found.tied] == [result for result in found.results[1:] if result.times.seconds <= most]
+    assert f"the first {1 + len(found.tied)} are tied within" in str(found)
+    alone = replace(found, results=found.results[:1])
+    assert not alone.tied and "tied" not in str(alone)
+
+
+def test_the_network_that_would_change_the_choice_is_told():
+    found = with_room(8, 2e9, 1e7)
+    other, times = found.best_with(1000.0)
+    assert found.best is not None
+    assert times.seconds < found.best.times.seconds
+    assert other.setting in settings_of(found)
+    assert "with 2 x the network's bandwidth" in str(found)
+
+
+def test_micro_batches_are_those_of_the_factory():
+    made: list[int] = []
+
+    def noting(batch: int = 4):
+        made.append(batch)
+        return factory(batch)
+
+    found = tune(noting, 2, hardware(), max_memory=just_less_than(with_room(2).default.peak))
+    assert {2, 4} <= {*made} <= {1, 2, 4}
+    tried = [*settings_of(found), *(item.setting for item in found.rejected)]
+    assert all(setting.batch * setting.num_batches == 4 for setting in tried)
+
+
+def test_gradients_of_earlier_micro_batches_count():
+    found = tune(factory, 2, hardware(), max_memory=just_less_than(with_room(2).default.peak))
+    (twice,) = [
+        result
+        for result in found.results
+        if result.setting == Setting("zero3", (2,), checkpointed="none", batch=2, num_batches=2)
+    ]
+    alone = plan(lambda: factory(2), 2).worlds[0]
+    kept = max(moment.bytes_by_kind["gradients"] for moment in alone.moments)
+    assert twice.peak == max(moment.nbytes - moment.bytes_by_kind["gradients"] + kept for moment in alone.moments)
+
+
+# ---- The code
+
+
+CODES = [
+    Setting("zero3", (4,)),
+    Setting("zero3", (4,), per_group=2, checkpointed="blocks"),
+    Setting("zero3", (4,), splits=True, checkpointed="every 2nd block"),
+    Setting("zero3", (4,), reshard_after_forward=2),
+    Setting("zero2", (4,)),
+    Setting("ddp", (4,), per_group=3),
+    Setting("hybrid", (2, 2), reshard_after_forward=False),
+    Setting("hfsdp", (2, 2), batch=1, num_batches=4),
+]
+
+
+def code_that_makes(setting: Setting, policy: MixedPrecisionPolicy | None = None) -> str:
+    from fsdp_compose.api import modules_to_wrap
+    from fsdp_compose.tuning.setting import code_of
+
+    model = Net()
+    return code_of(setting, model, modules_to_wrap(model, None), policy, "cpu")
+
+
+def shard_by(code: str, model: nn.Module) -> None:
+    names: dict = {}
+    exec(code, names)
+    names["shard"](model)
+
+
+@pytest.mark.parametrize("setting", CODES, ids=str)
+def test_the_code_does_what_was_predicted(setting):
+    from fsdp_compose.tuning.search import _Model
+
+    maker = _Model(factory, None, None, None, None)
+    plain = replace(setting, batch=4, num_batches=1)
+    predicted = plan(partial(maker.build, "cpu", plain), 4).worlds[0]
+
+    def pasted():
+        model, loss_of = factory()
+        shard_by(maker.codes[plain], model)
+        return model, loss_of
+
+    found = plan(pasted, 4).worlds[0]
+    assert found.events == predicted.events
+    assert found.layout == predicted.layout
+    assert found.moments == predicted.moments
+
+
+def test_the_codes_policy():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    code = code_that_makes(CODES[0], policy)
+    assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)" in code
+    compile(code, "code", "exec")
+
+
+@pytest.mark.parametrize("index", range(len(CODES)))
+@distributed(world_size=4)
+def test_the_code_trains_as_unsharded(index):
+    torch.manual_seed(0)
+    reference, model = Net(), Net()
+    model.load_state_dict(reference.state_dict())
+    shard_by(code_that_makes(CODES[index]), model)
+    optimizers = sgd(reference.parameters()), sgd(model.parameters())
+    for step in range(3):
+        tokens = torch.randint(128, (4, 8), generator=torch.Generator().manual_seed(step))
+        own = tokens[dist.get_rank() :][:1]
+        for one, part, optimizer in ((reference, tokens, optimizers[0]), (model, own, optimizers[1])):
+            F.cross_entropy(one(part).flatten(0, 1), part.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, values in full_values(model).items():
+        torch.testing.assert_close(values, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+# ---- What is refused
+
+
+def test_a_sharded_model_is_refused():
+    def sharded():
+        model, loss_of = factory()
+        return fully_shard(model), loss_of
+
+    with pytest.raises(MisuseError, match="already sharded"):
+        tune(sharded, 2, hardware(), max_memory=MIB)
+
+
+def test_memory_must_be_known():
+    with pytest.raises(MisuseError, match="max_memory"):
+        tune(factory, 2, hardware())
+    assert tune(factory, 2, hardware(device=replace(GPU, capacity=1 << 30))).best is not None
+
+
+@pytest.mark.parametrize("sizes", [{"world_size": 0}, {"world_size": 2, "node_size": 0}])
+def test_numbers_of_ranks_are_positive(sizes):
+    with pytest.raises(MisuseError, match="at least 1"):
+        tune(factory, hardware=hardware(), max_memory=MIB, **sizes)
+
+
+# ---- The command
+
+
+MODEL = ["--model", "examples/plan_models.py:gpt", "--set", "layers=2", "--quiet"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["plan", *MODEL, "--tune", *arguments])
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture(autouse=True)
+def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_command(capsys, tmp_path):
+    picture = tmp_path / "tune.svg"
+    arguments = ("--world-size", "16", "--hardware", "a100", "--max-memory", "80GB", "--plot", str(picture))
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    assert "GPT on 16 x A100 SXM 80 GB, 8 in a node" in out
+    assert "def shard(model):" in out and "default" in out and "a preset: rates are guesses" in out
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_the_command_as_json(capsys):
+    status, out, _ = run(capsys, "--world-size", "4", "--node-size", "2", "--hardware", "h100", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["node_size"] == 2 and found["max_memory"] == PRESETS["h100"].device.capacity
+    assert found["results"][0]["times"]["seconds"] <= found["results"][-1]["times"]["seconds"]
+    names: dict = {}
+    exec(found["code"], names)
+    assert callable(names["shard"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--world-size", "2,4"], "one --world-size"),
+        (["--mesh", "*x2"], "leave them out"),
+        (["--strategy", "ddp"], "leave them out"),
+        (["--limits", "1 group"], "leave them out"),
+        (["--max-memory", "lots"], "--max-memory lots"),
+        (["--hardware", "h1000"], "expected a100"),
+    ],
+)
+def test_the_commands_mistakes(arguments, said, capsys):
+    status, out, err = run(capsys, *arguments)
+    assert status in (1, 2) and not out
+    assert said in err and "Traceback" not in err
+
+
+def test_a_file_of_hardware(capsys, tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text(replace(hardware(), device=replace(GPU, name="mine", capacity=1 << 34)).toml())
+    status, out, _ = run(capsys, "--world-size", "4", "--hardware", str(path))
+    assert status == 0 and "4 x mine" in out
