@@ -5,6 +5,8 @@ device memory bandwidth and memory. At 8 ranks one forward and backward of
 
 - FSDP2 copies the shard into the all-gather's input and the output to the parameters, twice, and the gradients to the
   reduce-scatter's input: 2 * (1/8 + 1) + 1 = 3.25 (a little less: the root stays unsharded after forward);
+- FSDP2 without copy-out, a prototype (``fsdp2_views.py``): 2 * 1/8 + 1; also without copying the shards: 1, and with a
+  cast 2 * 1/8 in the smaller dtype more;
 - fsdp_compose copies the gradients once: 1. With a cast it copies the shard into its place twice, too.
 
 Counted by a dispatch mode, which sees every operator on tensors and every collective, on rank 3 of 8 under torch's
@@ -31,7 +33,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from models import GPT, parameter_bytes
 from report import column
-from systems import FSDP1, FSDP2, OURS, PLAIN, SYSTEMS
+from systems import FSDP1, FSDP2, NO_COPIES, NO_COPY_OUT, OURS, PLAIN, SYSTEMS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,6 +43,7 @@ WORLD_SIZE, RANK = 8, 3
 # Which argument of a collective is the whole of what travels.
 COLLECTIVES = {
     "c10d::_allgather_base_": ("all-gather", "output_tensor"),
+    "c10d::allgather_into_tensor_coalesced_": ("all-gather", "outputs"),
     "c10d::allgather_": ("all-gather", "output_tensors"),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", "input_tensor"),
     "c10d::reduce_scatter_": ("reduce-scatter", "input_tensors"),
@@ -222,7 +225,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # simulated collectives leave arbitrary numbers behind; denormal ones are slow
     base = GPT(2, 64) if options.quick else GPT()
-    rows = [row(system, precision, base) for precision in ("fp32", "bf16/fp32") for system in (FSDP1, FSDP2, OURS)]
+    systems = FSDP1, FSDP2, NO_COPY_OUT, NO_COPIES, OURS
+    rows = [row(system, precision, base) for precision in ("fp32", "bf16/fp32") for system in systems]
     settings = {"ranks": WORLD_SIZE, "model_bytes": parameter_bytes(base), "num_groups": len(base.blocks) + 1}
     settings["num_parameters"] = len(list(base.parameters()))
     moved = report.Report("copied_bytes", settings, rows)

@@ -136,7 +136,10 @@ class CollectiveClock:
     In place, because the same calls in a loop of their own, with warm caches, take only two thirds of the time.
     """
 
-    METHODS = ("allgather", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single")
+    METHODS = (
+        *("allgather", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
+        *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    )
 
     def __init__(self) -> None:
         self.nanoseconds = 0

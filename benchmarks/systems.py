@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+from fsdp2_views import use_views
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -25,6 +26,9 @@ import fsdp_compose
 
 FLAT_MESH, HYBRID_MESH, TENSOR_MESH = "flat", "hybrid", "tensor"  # how ``wrap`` lays out the ranks
 DDP, FSDP1, FSDP2, OURS, PLAIN = "DDP", "FSDP1", "FSDP2", "fsdp_compose", "plain"
+# FSDP2 as torch's open pull requests would have it (fsdp2_views.py): parameters are views of what an all-gather has
+# written; and, in addition, shards are gathered from where they lie.
+NO_COPY_OUT, NO_COPIES = "FSDP2 without copy-out", "FSDP2 without copies"
 OURS_REPLICATE, TORCH_REPLICATE = "fsdp_compose replicate", "torch replicate"
 FLAT = " flat"  # behind the name of one of ours: the optimizer has flat views
 
@@ -68,6 +72,16 @@ def fsdp2(base: nn.Module, mixed_precision: bool = False) -> Trained:
     return _with_optimizer(wrap(copy.deepcopy(base), FSDP2, _precision(mixed_precision)))
 
 
+def fsdp2_without_copy_out(base: nn.Module, mixed_precision: bool = False) -> Trained:
+    """torch's fully_shard, whose all-gather writes parameters in one piece; shards are still copied into its input."""
+    return _with_optimizer(wrap(copy.deepcopy(base), NO_COPY_OUT, _precision(mixed_precision)))
+
+
+def fsdp2_without_copies(base: nn.Module, mixed_precision: bool = False) -> Trained:
+    """The same, gathering shards from where they lie."""
+    return _with_optimizer(wrap(copy.deepcopy(base), NO_COPIES, _precision(mixed_precision)))
+
+
 def ours(base: nn.Module, mixed_precision: bool = False) -> Trained:
     """fsdp_compose's fully_shard."""
     return _with_optimizer(wrap(copy.deepcopy(base), OURS, _precision(mixed_precision)))
@@ -88,6 +102,8 @@ SYSTEMS: dict[str, System] = {
     FSDP1: fsdp1,
     "FSDP1 flat": fsdp1_flat,
     FSDP2: fsdp2,
+    NO_COPY_OUT: fsdp2_without_copy_out,
+    NO_COPIES: fsdp2_without_copies,
     OURS: ours,
     "fsdp_compose flat": ours_flat,
 }
@@ -109,7 +125,8 @@ def wrap(
     """Put ``model`` under ``system``, on the device where it is.
 
     Args:
-        system: ``PLAIN``, ``DDP``, ``FSDP1``, ``FSDP2``, ``OURS``, or one of the two that replicate.
+        system: ``PLAIN``, ``DDP``, ``FSDP1``, ``FSDP2``, ``NO_COPY_OUT``, ``NO_COPIES``, ``OURS``, or one of the two
+            that replicate.
         reshard: free the gathered parameters between forward and backward: blocks, not the root, which every system
             keeps by default. ``False``: free nothing.
         of_root: more arguments for the root's ``fully_shard``.
@@ -132,6 +149,9 @@ def wrap(
         return replicate(model, mp_policy=policy)
     if system == FSDP1:
         return _fsdp1(model, precision, use_orig_params=True, reshard=reshard)
+    if system in (NO_COPY_OUT, NO_COPIES):
+        model = _fully_shard_each_block(model, torch_fsdp, precision, reshard, **of_root)
+        return use_views(model, packs=system == NO_COPY_OUT)
     return _fully_shard_each_block(model, LIBRARIES[system], precision, reshard, **of_root)
 
 
