@@ -32,7 +32,8 @@ from torch.autograd import forward_ad as _forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _state_dict_utils
 from torch.distributed import distributed_c10d as _distributed_c10d
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable.contract import RegistryItem as _RegistryItem
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as _AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -69,6 +70,7 @@ __all__ = [
     "StorageInfo",
     "TensorMeta",
     "WorkOfGraph",
+    "add_composable_state",
     "admit_placements",
     "allow_in_foreach",
     "allow_in_graph",
@@ -80,13 +82,11 @@ __all__ = [
     "composable_registry",
     "compute_local_shape_and_global_offset",
     "concatenate_meshes",
-    "contract",
     "current_graph_task_id",
     "data_parallelism_of_torch",
     "dedup_save_plans",
     "default_store",
     "define_operations",
-    "drop_composable_state",
     "fake_store",
     "finalizes_gradients",
     "flatten_mesh",
@@ -164,8 +164,6 @@ __all__ = [
     "wrapped_child",
     "wrapper_under_construction",
 ]
-
-contract = contract
 
 # -1 outside of backward, else the number of the autograd graph task that runs on this thread.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -750,10 +748,13 @@ def composable_states(module: nn.Module) -> dict[Any, Any]:
     return module.__dict__.get(STATE_KEY) or {}
 
 
-def drop_composable_state(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Remove what ``contract`` has registered for ``function`` on ``module``."""
-    composable_states(module).pop(function, None)
-    composable_registry(module).pop(function.__name__, None)
+def add_composable_state(modules: Sequence[nn.Module], function: Callable[..., Any], state: ComposableState) -> None:
+    """Register ``function``, a composable API, with one state on modules to which it was not applied yet."""
+    # As contract() does, which besides lists all names below the modules, before and after, and compares them.
+    item = _RegistryItem()
+    for module in modules:
+        module.__dict__.setdefault(STATE_KEY, OrderedDict())[function] = state
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[function.__name__] = item
 
 
 def data_parallelism_of_torch(module: nn.Module) -> str:

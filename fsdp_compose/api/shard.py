@@ -58,7 +58,6 @@ from ..group import (
     partition,
     register_state,
     sample_start,
-    state_of_hooked,
     strategy_named,
     ties_with_other_groups,
     unsharded_tensors,
@@ -87,21 +86,18 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         handles.append(shard_params(part, *arguments))
         sample_start(part, handles[-1])
 
-    def install(state: _FSDPState) -> None:
-        state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
-        _put_sharded(managed, handles, label)
-        detect_meta_buffers(fqns)
-        state.swap = ParameterSwap(modules, managed, handles, fqns)
-        for item in modules:
-            _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
-
-    register_state(modules, install)
+    state = _FSDPState()
+    state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
+    _put_sharded(managed, handles, label)
+    for item, name, sharded in ties:
+        item._parameters[name] = sharded
+        guard_state_dict(item, fqns[item])
+    detect_meta_buffers(fqns)
+    state.swap = ParameterSwap(modules, managed, handles, fqns)
+    for item in modules:
+        _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
+    register_state(modules, state)
     extend_transformers_loader()
-    if ties:  # after registering: torch's registry refuses a call that changes FQNs, and a tie removes one
-        for item, name, sharded in ties:
-            item._parameters[name] = sharded
-            guard_state_dict(item, fqns[item])
-        state_of_hooked(modules[0]).swap.rebuild()
 
 
 class _Found(NamedTuple):
