@@ -53,7 +53,7 @@ from ..group import (
     get_state,
     group_modules,
     guard_state_dict,
-    make_proxy,
+    make_proxies,
     managed_parameters,
     partition,
     register_state,
@@ -265,7 +265,7 @@ def _put_sharded(managed: Sequence[ManagedParameter], handles: Sequence[FlatPara
                 if isinstance(value, list):
                     module.__dict__[key] = _replaced(value, item.parameter, sharded)
             module._parameters[name] = sharded
-        make_proxy(item.parameter, sharded)
+    make_proxies([(item.parameter, sharded_params[item.fqn]) for item in managed])
 
 
 def _replaced(items: list[Any], old: Any, new: Any) -> list[Any]:

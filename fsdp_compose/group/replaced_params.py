@@ -13,7 +13,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -203,34 +203,39 @@ class ParameterProxy(nn.Parameter):
         twin: nn.Parameter | None = memo.get(id(self))
         if twin is None:
             sharded = copy.deepcopy(self.__dict__[SHARDED_PARAM_ATTRIBUTE], memo)
-            twin = nn.Parameter(_nothing(sharded.shape, sharded.dtype, sharded.device), sharded.requires_grad)
+            nothing = _nothing(sharded.dtype, sharded.device).expand(sharded.shape)
+            twin = nn.Parameter(nothing, sharded.requires_grad)
             twin.__dict__.update({key: value for key, value in self.__dict__.items() if key not in twin.__dict__})
             memo[id(self)] = twin
-            make_proxy(twin, sharded)
+            make_proxies([(twin, sharded)])
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__dict__[SHARDED_PARAM_ATTRIBUTE].__reduce_ex__(protocol)
 
 
-def make_proxy(original: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Make ``original`` a proxy for ``sharded``, which has replaced it, and free its memory."""
-    remember_sharded_param(original, sharded)
-    if original.requires_grad:
-        set_leaf_hooks(original, _refuse_of(original), lambda _: None)
-    if is_wrapper(original) or not issubclass(type(original), nn.Parameter):
-        return
-    if not original.is_inference():
-        increment_version(original)  # a graph that saved it must raise instead of computing with the emptied memory
-        with torch.no_grad():
-            original.data = _nothing(original.shape, original.dtype, original.device)
-    original.__class__ = ParameterProxy
+def make_proxies(replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Make each original parameter a proxy for the sharded one that has replaced it, and free its memory."""
+    nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for original, sharded in replaced:
+        remember_sharded_param(original, sharded)
+        if original.requires_grad:
+            set_leaf_hooks(original, _refuse_of(original), lambda _: None)
+        if is_wrapper(original) or not issubclass(type(original), nn.Parameter):
+            continue
+        if not original.is_inference():
+            increment_version(original)  # a graph that saved it must raise instead of computing with the emptied memory
+            kind = original.dtype, original.device
+            if kind not in nothing:
+                nothing[kind] = _nothing(*kind)
+            original.data = nothing[kind].expand(original.shape)
+        original.__class__ = ParameterProxy
 
 
-def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor with one element in memory, which is NaN if the dtype has it."""
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An element, which is NaN if the dtype has it."""
     is_number = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
-    return torch.full((), torch.nan if is_number else 0, dtype=dtype, device=device).expand(shape)
+    return torch.full((), torch.nan if is_number else 0, dtype=dtype, device=device)
 
 
 def _refuse_of(original: nn.Parameter) -> Any:
