@@ -117,7 +117,8 @@ def check_group(
     managed = managed_parameters(fqns, ignored, label)
     _refuse_other_data_parallelism(fqns, managed, "fully_shard" if options.bucket_bytes is None else "replicate")
     _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
-    managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
+    for item in managed:
+        item.kind = _kind_of(item, options)
     return _Found(label, fqns, managed, _check_memory(managed, fqns))
 
 
