@@ -74,6 +74,7 @@ __all__ = [
     "admit_placements",
     "allow_in_foreach",
     "allow_in_graph",
+    "as_parameter",
     "backend_name",
     "backwards",
     "call_after_compilation",
@@ -1015,6 +1016,12 @@ local_tensor: Callable[[Any], torch.Tensor] = _local_tensor_slot.__get__
 
 set_local_tensor: Callable[[Any, torch.Tensor], None] = _local_tensor_slot.__set__
 """Let a DTensor be over another part."""
+
+
+def as_parameter(tensor: Any, requires_grad: bool) -> Any:
+    """Make a leaf of a class of its own a parameter: the tensor itself, of which ``nn.Parameter()`` takes an alias."""
+    tensor._is_param = True
+    return tensor.requires_grad_(requires_grad)
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

@@ -785,6 +785,21 @@ def test_make_dtensor(mesh):
     assert tensor.to_local().data_ptr() == buffer[4:].data_ptr()
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_as_parameter(mesh, requires_grad):
+    """It has what ``nn.Parameter()`` gives to its alias."""
+    tensor = _torch.make_dtensor(DTensor, torch.zeros(2), plain_spec(mesh, (8,), Shard(0)))
+    wanted = nn.Parameter(tensor, requires_grad)
+    param = _torch.as_parameter(tensor, requires_grad)
+    assert param is tensor and wanted is not tensor
+    for item in (param, wanted):
+        assert isinstance(item, nn.Parameter) and type(item) is DTensor and item.is_leaf and not item._is_view()
+        assert item.requires_grad is requires_grad and vars(item) == vars(wanted)
+    module = nn.Module()
+    module.weight = param
+    assert [*module.parameters()] == [param]
+
+
 def test_local_tensor(mesh):
     local = torch.zeros(2)
     tensor = _torch.make_dtensor(DTensor, local, plain_spec(mesh, (8,), Shard(0)))

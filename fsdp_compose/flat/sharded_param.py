@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
-from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
+from .._torch import DTensorSpec, as_parameter, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh, kept_for
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import (
@@ -102,9 +102,9 @@ def make_sharded_param(
     """Make a sharded parameter over ``local``, a view of the shard, with the attributes that the user had set on
     ``original``."""
     tensor = codec.sharded(local, spec)
-    sharded = nn.Parameter(tensor, requires_grad=original.requires_grad)
-    if tensor is not local:
-        set_local_tensor(sharded, local)
+    # A new tensor needs no alias of itself, which is what nn.Parameter() would make.
+    make = nn.Parameter if tensor is local else as_parameter
+    sharded = make(tensor, original.requires_grad)
     copy_attributes(original, sharded, not_copied=class_attributes(original))
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
         sharded.__dict__[_CLASS_ATTRIBUTE] = type(original)
