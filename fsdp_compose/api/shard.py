@@ -256,23 +256,20 @@ def _put_sharded(managed: Sequence[ManagedParameter], handles: Sequence[FlatPara
     sharded_params = {
         fqn: sharded for handle in handles for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
     }
+    by_module: dict[nn.Module, dict[int, nn.Parameter]] = {}  # and by the id of the original
     for item in managed:
         sharded = sharded_params[item.fqn]
         mark_owner(item.parameter, label, item.fqn)  # to recognise a tie that points here from outside the group
         mark_owner(sharded, label, item.fqn)
         for module, name in item.slots:
-            # Some modules cache their weights in lists, as nn.RNN does in _flat_weights.
-            for key, value in module.__dict__.items():
-                if isinstance(value, list):
-                    module.__dict__[key] = _replaced(value, item.parameter, sharded)
             module._parameters[name] = sharded
+            by_module.setdefault(module, {})[id(item.parameter)] = sharded
+    for module, own in by_module.items():
+        # Some modules cache their weights in lists, as nn.RNN does in _flat_weights.
+        for key, value in module.__dict__.items():
+            if isinstance(value, list) and not own.keys().isdisjoint(map(id, value)):
+                module.__dict__[key] = [own.get(id(item), item) for item in value]
     make_proxies([(item.parameter, sharded_params[item.fqn]) for item in managed])
-
-
-def _replaced(items: list[Any], old: Any, new: Any) -> list[Any]:
-    if not any(item is old for item in items):
-        return items
-    return [new if item is old else item for item in items]
 
 
 # ---- ``fully_shard()``

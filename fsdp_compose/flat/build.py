@@ -58,12 +58,8 @@ def shard_params(
         device = originals[0].device
         device = device if device.type == "meta" else mesh.device
         shard = handle.storage.zeros(handle.shard_numel, originals[0].dtype, device)
-        starts = _param_starts(handle.layout, mesh)
-        with torch.no_grad():
-            for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
-                if stop > start:
-                    plain = local_tensor(original) if isinstance(original, DTensor) else plain_tensor(original)
-                    shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
+        if device.type != "meta":
+            _copy_elements(originals, shard, handle)
     with torch.inference_mode(False), torch.no_grad():
         views = zip(handle.locals_of(shard), originals, specs, strict=True)
         params = [make_sharded_param(*view, kind.codec) for view in views]
@@ -72,6 +68,16 @@ def shard_params(
         handle.hooks.move_over(i, original)
     handle.set_shard(shard)
     return handle
+
+
+def _copy_elements(originals: Sequence[nn.Parameter], shard: torch.Tensor, handle: FlatParamHandle) -> None:
+    """Copy this rank's elements to its new shard."""
+    starts = _param_starts(handle.layout, handle.mesh)
+    with torch.no_grad():
+        for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
+            if stop > start:
+                plain = local_tensor(original) if isinstance(original, DTensor) else plain_tensor(original)
+                shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
 
 
 def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[Parts, torch.Tensor]:

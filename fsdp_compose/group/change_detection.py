@@ -330,6 +330,8 @@ def refuse_unwritten_buffers(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def _non_persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     names = non_persistent_buffers(module)
+    if not names:
+        return []
     return [item for item in module.named_buffers(recurse=False, remove_duplicate=False) if item[0] in names]
 
 
