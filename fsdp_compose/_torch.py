@@ -133,6 +133,7 @@ __all__ = [
     "memory_exchange",
     "mend_mesh",
     "non_persistent_buffers",
+    "notice_optimizers",
     "outside_modes",
     "overload_packet",
     "plan_errors",
@@ -694,6 +695,24 @@ def _raises(call: Callable[[], Any]) -> bool:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of the buffers of ``module`` itself that its state dict leaves out."""
     return module._non_persistent_buffers_set
+
+
+def notice_optimizers(notice: Callable[[torch.optim.Optimizer], None]) -> bool:
+    """From now on call ``notice`` with each optimizer that is made, copied or unpickled, when it has no parameters yet.
+    Returns whether this process may have some already."""
+    # The constructor and __setstate__() call this, which wraps the step() of the class if the optimizer is its first.
+    original = torch.optim.Optimizer._patch_step_function
+
+    @functools.wraps(original)
+    def patch_step_function(self: torch.optim.Optimizer) -> None:
+        original(self)
+        notice(self)
+
+    torch.optim.Optimizer._patch_step_function = patch_step_function  # type: ignore[method-assign]
+    classes: list[type] = [torch.optim.Optimizer]
+    for cls in classes:  # grows
+        classes += cls.__subclasses__()
+    return any(hasattr(vars(cls).get("step"), "hooked") for cls in classes)
 
 
 def loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import gc
 import importlib
@@ -1621,6 +1622,28 @@ def test_fake_store():
 
 
 # ---- wrappers and state dicts
+
+
+def test_notice_optimizers(monkeypatch):
+    """Constructors, copies and pickles call a method of the base class, which marks the class."""
+
+    class Own(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            """Do nothing."""
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_patch_step_function", torch.optim.Optimizer._patch_step_function)
+    seen: list[Any] = []
+    assert not hasattr(vars(Own)["step"], "hooked")
+    _torch.notice_optimizers(seen.append)
+    optimizer = Own([nn.Parameter(torch.zeros(1))], {})
+    assert hasattr(vars(Own)["step"], "hooked")
+    assert _torch.notice_optimizers(lambda _: None)  # this process has one now
+    twins = [
+        copy.copy(optimizer),
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(torch.optim.SGD([torch.zeros(1)], 0.1))),
+    ]
+    assert len(seen) == 5 and all(any(item is twin for item in seen) for twin in (optimizer, *twins))
 
 
 def test_loads_as_torch():
