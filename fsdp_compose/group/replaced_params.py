@@ -243,7 +243,7 @@ class ParameterProxy(nn.Parameter):
 
 def make_proxies(replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Make each original parameter a proxy for the sharded one that has replaced it, and free its memory."""
-    nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    nothing: torch.Tensor | None = None
     for original, sharded in replaced:
         remember_sharded_param(original, sharded)
         if original.requires_grad:
@@ -252,10 +252,9 @@ def make_proxies(replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
             continue
         if not original.is_inference():
             increment_version(original)  # a graph that saved it must raise instead of computing with the emptied memory
-            kind = original.dtype, original.device
-            if kind not in nothing:
-                nothing[kind] = _nothing(*kind)
-            original.data = nothing[kind].expand(original.shape)
+            if nothing is None or (nothing.dtype, nothing.device) != (original.dtype, original.device):
+                nothing = _nothing(original.dtype, original.device)
+            original.data = nothing.expand(original.shape)
         original.__class__ = ParameterProxy
 
 
