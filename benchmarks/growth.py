@@ -4,11 +4,12 @@ For each size, under a simulated process group (one process plays one rank):
 
 - step: what a forward and backward costs beyond the plain model's, per group. It should not grow.
 - first forward: what the first forward costs beyond a later one (lazy initialisation), per group.
-- fully_shard: the calls themselves, per group.
+- fully_shard: the calls themselves, per group; besides, on a model on the meta device, where no elements are copied.
 
 CPU time of this process on one thread. Models of 12 tiny parameters a group leave the kernels almost nothing to do.
 
-    python benchmarks/growth.py                # 12 to 384 groups at 64 ranks; 8 to 4096 ranks at 48 groups
+    python benchmarks/growth.py    # 12 to 384 groups at 64 ranks; 8 to 4096 ranks at 48 groups; 100, 1000 on meta
+    python benchmarks/growth.py --part "groups on meta"
     python benchmarks/growth.py --quick
 """
 
@@ -36,6 +37,8 @@ from systems import FSDP2, OURS, PLAIN, wrap
 SYSTEMS = (PLAIN, FSDP2, OURS)
 GROUPS, RANKS = (12, 24, 48, 96, 192, 384), (8, 64, 512, 4096)
 RANKS_FOR_GROUPS, GROUPS_FOR_RANKS = 64, 48
+GROUPS_ON_META, RANKS_ON_META = (100, 1000), 8  # among more ranks FSDP2's calls take longer
+PARTS = BY_GROUPS, BY_RANKS, ON_META = ("groups", "ranks", "groups on meta")
 QUICK_GROUPS, QUICK_RANKS = (3, 12), (8, 512)
 
 
@@ -47,11 +50,11 @@ class Row:
     num_groups: int = column("groups")
     num_ranks: int = column("ranks")
     system: str = column("system")
-    step_us: float = column("step us", ".1f")
-    first_forward_us: float = column("first forward us", ".0f")
+    step_us: float | None = column("step us", ".1f")
+    first_forward_us: float | None = column("first forward us", ".0f")
     fully_shard_us: float = column("fully_shard us", ".0f")
-    step_growth: float = column("step growth", ".2f")
-    first_forward_growth: float = column("first forward growth", ".2f")
+    step_growth: float | None = column("step growth", ".2f")
+    first_forward_growth: float | None = column("first forward growth", ".2f")
     fully_shard_growth: float = column("fully_shard growth", ".2f")
 
 
@@ -134,10 +137,32 @@ def sweep(varied: str, sizes: list[tuple[int, int]], repeats: int, rebuilds: int
     return rows
 
 
+def on_meta(sizes: tuple[int, ...], ranks: int, rebuilds: int) -> list[Row]:
+    """Rows of the calls alone, for models on the meta device. Python's garbage collector runs, as in a program."""
+    rows = []
+    first: dict[str, float] = {}
+    null_process_group.init(min(3, ranks - 1), ranks)
+    for groups in sizes:
+        times: dict[str, list[int]] = {FSDP2: [], OURS: []}
+        for _ in range(rebuilds):
+            for system in random.sample([*times], len(times)):
+                with torch.device("meta"):
+                    model = TinyBlocks(groups - 1)
+                gc.collect()
+                times[system].append(timed(lambda model=model, system=system: wrap(model, system)))
+        for system, of_system in times.items():
+            figure = median(of_system) / 1e3 / groups
+            growth = figure / first.setdefault(system, figure)
+            rows.append(Row(ON_META, groups, ranks, system, None, None, figure, None, None, growth))
+    dist.destroy_process_group()
+    return rows
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, help="timed steps of each system and size (default: 15; --quick: 3)")
     parser.add_argument("--rebuilds", type=int, help="models built of each system and size (default: 3; --quick: 1)")
+    parser.add_argument("--part", nargs="+", default=PARTS, choices=PARTS, help="what to vary (default: each)")
     options = parser.parse_args()
     repeats = options.repeats or (3 if options.quick else 15)
     rebuilds = options.rebuilds or (1 if options.quick else 3)
@@ -151,8 +176,13 @@ def main() -> None:
     groups, ranks = (QUICK_GROUPS, QUICK_RANKS) if options.quick else (GROUPS, RANKS)
     fixed_groups = QUICK_GROUPS[0] if options.quick else GROUPS_FOR_RANKS
     measure(groups[0], ranks[0], 1, 1)  # what a process pays once: imports, caches
-    rows = sweep("groups", [(number, RANKS_FOR_GROUPS) for number in groups], repeats, rebuilds)
-    rows += sweep("ranks", [(fixed_groups, number) for number in ranks], repeats, rebuilds)
+    rows = []
+    if BY_GROUPS in options.part:
+        rows += sweep(BY_GROUPS, [(number, RANKS_FOR_GROUPS) for number in groups], repeats, rebuilds)
+    if BY_RANKS in options.part:
+        rows += sweep(BY_RANKS, [(fixed_groups, number) for number in ranks], repeats, rebuilds)
+    if ON_META in options.part:
+        rows += on_meta(QUICK_GROUPS if options.quick else GROUPS_ON_META, RANKS_ON_META, rebuilds)
     result = report.Report("growth", {"repeats": repeats, "rebuilds": rebuilds}, rows)
     print(
         f"CPU time per group, null process group, medians of {repeats} steps and {rebuilds} models. Step: beyond "
@@ -161,13 +191,16 @@ def main() -> None:
     print(result.table())
     result.write(
         options.out,
-        report.lines("num_groups", "step_us", unit="step us per group", only=lambda row: row.varied == "groups"),
+        report.lines("num_groups", "step_us", unit="step us per group", only=lambda row: row.varied == BY_GROUPS),
         report.lines(
-            "num_groups", "first_forward_us", unit="first forward us per group", only=lambda row: row.varied == "groups"
+            "num_groups",
+            "first_forward_us",
+            unit="first forward us per group",
+            only=lambda row: row.varied == BY_GROUPS,
         ),
-        report.lines("num_ranks", "step_us", unit="step us per group", only=lambda row: row.varied == "ranks"),
+        report.lines("num_ranks", "step_us", unit="step us per group", only=lambda row: row.varied == BY_RANKS),
         report.lines(
-            "num_ranks", "fully_shard_us", unit="fully_shard us per group", only=lambda row: row.varied == "ranks"
+            "num_ranks", "fully_shard_us", unit="fully_shard us per group", only=lambda row: row.varied == BY_RANKS
         ),
     )
 

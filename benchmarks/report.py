@@ -137,7 +137,8 @@ def lines(x: str, value: str, *, by: str = "system", unit: str = "", only: Calla
             axes.loglog(*zip(*points), marker="o", label=kind)
         axes.set_xlabel(x.replace("_", " "))
         axes.set_ylabel(unit or value)
-        axes.legend(fontsize="small")
+        if rows:
+            axes.legend(fontsize="small")
 
     return draw
 

@@ -179,7 +179,7 @@ def _fully_shard_each_block(
     model: nn.Module, library: object, precision: Precision, reshard: bool = True, **of_root: Any
 ) -> nn.Module:
     """FSDP2 and fsdp_compose have one interface: ``library`` is the module it is taken from."""
-    device_type = next(model.parameters()).device.type
+    device_type = next(model.parameters()).device.type.replace("meta", "cpu")  # a mesh is of what will compute
     if _layout[0] == FLAT_MESH:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     elif _layout[0] == HYBRID_MESH:

@@ -32,7 +32,8 @@ from torch.autograd import forward_ad as _forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _state_dict_utils
 from torch.distributed import distributed_c10d as _distributed_c10d
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable.contract import RegistryItem as _RegistryItem
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as _AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -69,9 +70,11 @@ __all__ = [
     "StorageInfo",
     "TensorMeta",
     "WorkOfGraph",
+    "add_composable_state",
     "admit_placements",
     "allow_in_foreach",
     "allow_in_graph",
+    "as_parameter",
     "backend_name",
     "backwards",
     "call_after_compilation",
@@ -80,13 +83,11 @@ __all__ = [
     "composable_registry",
     "compute_local_shape_and_global_offset",
     "concatenate_meshes",
-    "contract",
     "current_graph_task_id",
     "data_parallelism_of_torch",
     "dedup_save_plans",
     "default_store",
     "define_operations",
-    "drop_composable_state",
     "fake_store",
     "finalizes_gradients",
     "flatten_mesh",
@@ -132,6 +133,7 @@ __all__ = [
     "memory_exchange",
     "mend_mesh",
     "non_persistent_buffers",
+    "notice_optimizers",
     "outside_modes",
     "overload_packet",
     "plan_errors",
@@ -164,8 +166,6 @@ __all__ = [
     "wrapped_child",
     "wrapper_under_construction",
 ]
-
-contract = contract
 
 # -1 outside of backward, else the number of the autograd graph task that runs on this thread.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -697,6 +697,24 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def notice_optimizers(notice: Callable[[torch.optim.Optimizer], None]) -> bool:
+    """From now on call ``notice`` with each optimizer that is made, copied or unpickled, when it has no parameters yet.
+    Returns whether this process may have some already."""
+    # The constructor and __setstate__() call this, which wraps the step() of the class if the optimizer is its first.
+    original = torch.optim.Optimizer._patch_step_function
+
+    @functools.wraps(original)
+    def patch_step_function(self: torch.optim.Optimizer) -> None:
+        original(self)
+        notice(self)
+
+    torch.optim.Optimizer._patch_step_function = patch_step_function  # type: ignore[method-assign]
+    classes: list[type] = [torch.optim.Optimizer]
+    for cls in classes:  # grows
+        classes += cls.__subclasses__()
+    return any(hasattr(vars(cls).get("step"), "hooked") for cls in classes)
+
+
 def loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.load_state_dict()`` is torch's own, which casts state to the dtype of its parameter."""
     cls, base = type(optimizer), torch.optim.Optimizer
@@ -750,10 +768,13 @@ def composable_states(module: nn.Module) -> dict[Any, Any]:
     return module.__dict__.get(STATE_KEY) or {}
 
 
-def drop_composable_state(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Remove what ``contract`` has registered for ``function`` on ``module``."""
-    composable_states(module).pop(function, None)
-    composable_registry(module).pop(function.__name__, None)
+def add_composable_state(modules: Sequence[nn.Module], function: Callable[..., Any], state: ComposableState) -> None:
+    """Register ``function``, a composable API, with one state on modules to which it was not applied yet."""
+    # As contract() does, which besides lists all names below the modules, before and after, and compares them.
+    item = _RegistryItem()
+    for module in modules:
+        module.__dict__.setdefault(STATE_KEY, OrderedDict())[function] = state
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[function.__name__] = item
 
 
 def data_parallelism_of_torch(module: nn.Module) -> str:
@@ -1014,6 +1035,12 @@ local_tensor: Callable[[Any], torch.Tensor] = _local_tensor_slot.__get__
 
 set_local_tensor: Callable[[Any, torch.Tensor], None] = _local_tensor_slot.__set__
 """Let a DTensor be over another part."""
+
+
+def as_parameter(tensor: Any, requires_grad: bool) -> Any:
+    """Make a leaf of a class of its own a parameter: the tensor itself, of which ``nn.Parameter()`` takes an alias."""
+    tensor._is_param = True
+    return tensor.requires_grad_(requires_grad)
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

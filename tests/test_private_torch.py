@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import gc
 import importlib
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed._mesh_layout as _mesh_layout
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed._composable import contract
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -784,6 +786,21 @@ def test_make_dtensor(mesh):
     assert tensor.to_local().data_ptr() == buffer[4:].data_ptr()
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_as_parameter(mesh, requires_grad):
+    """It has what ``nn.Parameter()`` gives to its alias."""
+    tensor = _torch.make_dtensor(DTensor, torch.zeros(2), plain_spec(mesh, (8,), Shard(0)))
+    wanted = nn.Parameter(tensor, requires_grad)
+    param = _torch.as_parameter(tensor, requires_grad)
+    assert param is tensor and wanted is not tensor
+    for item in (param, wanted):
+        assert isinstance(item, nn.Parameter) and type(item) is DTensor and item.is_leaf and not item._is_view()
+        assert item.requires_grad is requires_grad and vars(item) == vars(wanted)
+    module = nn.Module()
+    module.weight = param
+    assert [*module.parameters()] == [param]
+
+
 def test_local_tensor(mesh):
     local = torch.zeros(2)
     tensor = _torch.make_dtensor(DTensor, local, plain_spec(mesh, (8,), Shard(0)))
@@ -1187,24 +1204,24 @@ def test_hooks_that_would_be_lost_are_seen_on_a_parameter():
     assert param._backward_hooks and param._post_accumulate_grad_hooks
 
 
-def api(module: Any) -> Any:
-    raise LookupError("by the test")
-
-
-def test_contract():
-    seen = []
-
-    def feature(module: Any) -> Any:
-        seen.append(registered.state(module if isinstance(module, nn.Module) else module[0]))
-        return module
-
-    registered = _torch.contract(state_cls=_torch.ComposableState)(feature)
-    one, pair = nn.Linear(1, 1), [nn.Linear(1, 1), nn.Linear(1, 1)]
-    assert registered(one) is one and registered(pair) is pair
-    assert registered.state(one) is seen[0] and type(seen[0]) is _torch.ComposableState
-    assert registered.state(pair[0]) is registered.state(pair[1]) is seen[1]  # known before the function is called
-    with pytest.raises(AssertionError, match="feature"):
-        registered(one)
+def test_add_composable_state():
+    """What it leaves on modules is what ``contract`` leaves, so the APIs of torch see it."""
+    ours, theirs, pair = nn.Linear(1, 1), nn.Linear(1, 1), [nn.Linear(1, 1), nn.Linear(1, 1)]
+    registered, state = contract(state_cls=_torch.ComposableState)(does_nothing), _torch.ComposableState()
+    registered(theirs)
+    _torch.add_composable_state([ours], does_nothing, state)
+    _torch.add_composable_state(pair, does_nothing, state)
+    assert registered.state(ours) is registered.state(pair[0]) is registered.state(pair[1]) is state
+    for key in (_torch.STATE_KEY, _torch.REGISTRY_KEY):
+        found = [(type(vars(item)[key]), [*vars(item)[key]]) for item in (theirs, ours, *pair)]
+        assert found == [found[0]] * 4
+    items = [_torch.composable_registry(item)["does_nothing"] for item in (theirs, ours, *pair)]
+    assert len({*map(type, items)}) == 1 and items[2] is items[3]
+    with pytest.raises(AssertionError, match="does_nothing"):  # has already been applied
+        registered(ours)
+    contract()(other_api)(ours)
+    _torch.add_composable_state([theirs], other_api, state)
+    assert [*_torch.composable_registry(ours)] == [*_torch.composable_registry(theirs)] == ["does_nothing", "other_api"]
 
 
 def test_ComposableState():
@@ -1212,20 +1229,20 @@ def test_ComposableState():
         def __init__(self) -> None:
             self.ready = True
 
-    registered = _torch.contract(state_cls=State)(lambda module: module)
+    registered = contract(state_cls=State)(lambda module: module)
     assert registered.state(registered(nn.Linear(1, 1))).ready
 
 
 def test_composable_registry():
     module = nn.Linear(1, 1)
     assert _torch.composable_registry(module) == {}
-    _torch.contract()(does_nothing)(module)
+    contract()(does_nothing)(module)
     assert list(_torch.composable_registry(module)) == ["does_nothing"]
 
 
 def test_REGISTRY_KEY():
     module = nn.Linear(1, 1)
-    _torch.contract()(does_nothing)(module)
+    contract()(does_nothing)(module)
     assert list(vars(module)[_torch.REGISTRY_KEY]) == ["does_nothing"]
 
 
@@ -1233,32 +1250,25 @@ def test_composable_states():
     module = nn.Linear(1, 1)
     assert _torch.composable_states(module) == {}
     assert _torch.STATE_KEY not in vars(module)
-    registered = _torch.contract()(does_nothing)
+    registered = contract()(does_nothing)
     registered(module)
     assert _torch.composable_states(module) == {does_nothing: registered.state(module)}
 
 
 def test_STATE_KEY():
     module = nn.Linear(1, 1)
-    registered = _torch.contract()(does_nothing)
+    registered = contract()(does_nothing)
     registered(module)
     assert vars(module)[_torch.STATE_KEY][does_nothing] is registered.state(module)
 
 
-def test_drop_composable_state():
-    module = nn.Linear(1, 1)
-    registered = _torch.contract()(api)
-    with pytest.raises(LookupError):
-        registered(module)
-    assert _torch.composable_registry(module)  # the contract registers before it calls
-    _torch.drop_composable_state(module, api)
-    assert not _torch.composable_registry(module) and not _torch.composable_states(module)
-    with pytest.raises(LookupError):  # and not: has already been applied
-        registered(module)
-
-
 def does_nothing(module: Any) -> Any:
     """A composable API that does nothing."""
+    return module
+
+
+def other_api(module: Any) -> Any:
+    """Another one."""
     return module
 
 
@@ -1612,6 +1622,28 @@ def test_fake_store():
 
 
 # ---- wrappers and state dicts
+
+
+def test_notice_optimizers(monkeypatch):
+    """Constructors, copies and pickles call a method of the base class, which marks the class."""
+
+    class Own(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            """Do nothing."""
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_patch_step_function", torch.optim.Optimizer._patch_step_function)
+    seen: list[Any] = []
+    assert not hasattr(vars(Own)["step"], "hooked")
+    _torch.notice_optimizers(seen.append)
+    optimizer = Own([nn.Parameter(torch.zeros(1))], {})
+    assert hasattr(vars(Own)["step"], "hooked")
+    assert _torch.notice_optimizers(lambda _: None)  # this process has one now
+    twins = [
+        copy.copy(optimizer),
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(torch.optim.SGD([torch.zeros(1)], 0.1))),
+    ]
+    assert len(seen) == 5 and all(any(item is twin for item in seen) for twin in (optimizer, *twins))
 
 
 def test_loads_as_torch():

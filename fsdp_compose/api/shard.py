@@ -53,12 +53,11 @@ from ..group import (
     get_state,
     group_modules,
     guard_state_dict,
-    make_proxy,
+    make_proxies,
     managed_parameters,
     partition,
     register_state,
     sample_start,
-    state_of_hooked,
     strategy_named,
     ties_with_other_groups,
     unsharded_tensors,
@@ -87,21 +86,18 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         handles.append(shard_params(part, *arguments))
         sample_start(part, handles[-1])
 
-    def install(state: _FSDPState) -> None:
-        state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
-        _put_sharded(managed, handles, label)
-        detect_meta_buffers(fqns)
-        state.swap = ParameterSwap(modules, managed, handles, fqns)
-        for item in modules:
-            _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
-
-    register_state(modules, install)
+    state = _FSDPState()
+    state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
+    _put_sharded(managed, handles, label)
+    for item, name, sharded in ties:
+        item._parameters[name] = sharded
+        guard_state_dict(item, fqns[item])
+    detect_meta_buffers(fqns)
+    state.swap = ParameterSwap(modules, managed, handles, fqns)
+    for item in modules:
+        _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
+    register_state(modules, state)
     extend_transformers_loader()
-    if ties:  # after registering: torch's registry refuses a call that changes FQNs, and a tie removes one
-        for item, name, sharded in ties:
-            item._parameters[name] = sharded
-            guard_state_dict(item, fqns[item])
-        state_of_hooked(modules[0]).swap.rebuild()
 
 
 class _Found(NamedTuple):
@@ -121,7 +117,8 @@ def check_group(
     managed = managed_parameters(fqns, ignored, label)
     _refuse_other_data_parallelism(fqns, managed, "fully_shard" if options.bucket_bytes is None else "replicate")
     _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
-    managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
+    for item in managed:
+        item.kind = _kind_of(item, options)
     return _Found(label, fqns, managed, _check_memory(managed, fqns))
 
 
@@ -259,23 +256,20 @@ def _put_sharded(managed: Sequence[ManagedParameter], handles: Sequence[FlatPara
     sharded_params = {
         fqn: sharded for handle in handles for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
     }
+    by_module: dict[nn.Module, dict[int, nn.Parameter]] = {}  # and by the id of the original
     for item in managed:
         sharded = sharded_params[item.fqn]
         mark_owner(item.parameter, label, item.fqn)  # to recognise a tie that points here from outside the group
         mark_owner(sharded, label, item.fqn)
         for module, name in item.slots:
-            # Some modules cache their weights in lists, as nn.RNN does in _flat_weights.
-            for key, value in module.__dict__.items():
-                if isinstance(value, list):
-                    module.__dict__[key] = _replaced(value, item.parameter, sharded)
             module._parameters[name] = sharded
-        make_proxy(item.parameter, sharded)
-
-
-def _replaced(items: list[Any], old: Any, new: Any) -> list[Any]:
-    if not any(item is old for item in items):
-        return items
-    return [new if item is old else item for item in items]
+            by_module.setdefault(module, {})[id(item.parameter)] = sharded
+    for module, own in by_module.items():
+        # Some modules cache their weights in lists, as nn.RNN does in _flat_weights.
+        for key, value in module.__dict__.items():
+            if isinstance(value, list) and not own.keys().isdisjoint(map(id, value)):
+                module.__dict__[key] = [own.get(id(item), item) for item in value]
+    make_proxies([(item.parameter, sharded_params[item.fqn]) for item in managed])
 
 
 # ---- ``fully_shard()``

@@ -271,7 +271,11 @@ class DataParallelMesh:
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
         """The placements on ``mesh`` of a tensor that is ``sharded`` over the shard group."""
-        return (Replicate(),) * (self.mesh.ndim - 1) + (sharded,)
+        return (*self._replicated, sharded)
+
+    @cached_property
+    def _replicated(self) -> tuple[Replicate, ...]:
+        return (Replicate(),) * (self.mesh.ndim - 1)
 
     @property
     def data_rank(self) -> int:

@@ -33,7 +33,7 @@ from .sharded_param import (
     local_elements,
     make_sharded_param,
     rebind_sharded_param,
-    sharded_spec,
+    sharded_specs,
 )
 from .tensor_parallel import TensorParallel, is_even, largest_local_shape, local_shape, spec_of, specs_of
 
@@ -58,12 +58,8 @@ def shard_params(
         device = originals[0].device
         device = device if device.type == "meta" else mesh.device
         shard = handle.storage.zeros(handle.shard_numel, originals[0].dtype, device)
-        starts = _param_starts(handle.layout, mesh)
-        with torch.no_grad():
-            for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
-                if stop > start:
-                    plain = local_tensor(original) if isinstance(original, DTensor) else plain_tensor(original)
-                    shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
+        if device.type != "meta":
+            _copy_elements(originals, shard, handle)
     with torch.inference_mode(False), torch.no_grad():
         views = zip(handle.locals_of(shard), originals, specs, strict=True)
         params = [make_sharded_param(*view, kind.codec) for view in views]
@@ -72,6 +68,16 @@ def shard_params(
         handle.hooks.move_over(i, original)
     handle.set_shard(shard)
     return handle
+
+
+def _copy_elements(originals: Sequence[nn.Parameter], shard: torch.Tensor, handle: FlatParamHandle) -> None:
+    """Copy this rank's elements to its new shard."""
+    starts = _param_starts(handle.layout, handle.mesh)
+    with torch.no_grad():
+        for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
+            if stop > start:
+                plain = local_tensor(original) if isinstance(original, DTensor) else plain_tensor(original)
+                shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
 
 
 def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[Parts, torch.Tensor]:
@@ -148,11 +154,10 @@ def _new_handle(
             )
         storage = ShardStorage.of(offload, mesh.device)
     dtype = managed[0].parameter.dtype
-    specs = [sharded_spec(layout, i, mesh, dtype, spec) for i, spec in enumerate(own)]
-    parts = [layout.local_shard(i, mesh.shard_rank) for i in range(len(layout.params))]
+    specs = sharded_specs(layout, mesh, dtype, own)
     local_shards = [
         (part.shard_start, part.shard_start + part.numel, spec.local_shape)
-        for part, spec in zip(parts, specs, strict=True)
+        for part, spec in zip(layout.local_shards(mesh.shard_rank), specs, strict=True)
     ]
     return FlatParamHandle(layout, mesh, kind, local_shards, TensorParallel.of(own), storage), specs
 
@@ -166,7 +171,7 @@ def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:
 
 def _param_starts(layout: FlatLayout, mesh: DataParallelMesh) -> list[int]:
     """For each parameter, the index of the first element that this rank holds."""
-    return [layout.local_shard(i, mesh.shard_rank).param_start for i in range(len(layout.params))]
+    return [part.param_start for part in layout.local_shards(mesh.shard_rank)]
 
 
 def _plan(
@@ -181,7 +186,8 @@ def _plan(
         return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size)
     dtypes = (dtype, kind.compute_dtype(dtype), kind.reduction_dtype(dtype), kind.gradient_dtype(dtype))
     alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
-    specs, shapes = [], []
+    specs: list[ParamSpec] = []
+    shapes: list[tuple[int, ...]] = []
     for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None
         whole = tuple(item.parameter.shape)
@@ -192,8 +198,7 @@ def _plan(
                 f"fully_shard(granularity=...): tensor parallelism does not split {item.fqn}, placed "
                 f"{list(spec.placements)}, evenly, so {granule!r} differs between ranks: choose 'elements' or 'whole'"
             )
-    layout = plan_layout(specs, mesh.shard_world_size, alignment)
-    return layout.with_shapes(shapes)
+    return plan_layout(specs, mesh.shard_world_size, alignment).with_shapes(shapes)
 
 
 # ---- Changes by the user: new memory for sharded parameters, and writes to them

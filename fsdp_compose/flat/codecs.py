@@ -170,14 +170,18 @@ def has_protocol(param: torch.Tensor) -> bool:
     return hasattr(param, PRE) or hasattr(param, POST)
 
 
-def codec_of(param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy) -> ParameterCodec:
-    """The codec for ``param``, a checked parameter in ``module``; the cut of a composite one is not known yet."""
-    has = has_protocol(param)
-    is_short, frees, reference = has and num_arguments(param) == 1, has and releases(param), weakref.ref(module)
-    if is_composite(param):
-        return CompositeCodec(type(param), None, None, param.shape, reference, policy, is_short, frees, has)
-    if not has or not param.numel() or not param.dim():
+def codec_of(
+    param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy, compute: torch.dtype | None
+) -> ParameterCodec:
+    """The codec for ``param``, a checked parameter in ``module`` that computes in ``compute``; the cut of a composite
+    one is not known yet."""
+    has, is_cut = has_protocol(param), is_composite(param)
+    if not is_cut and not (has and param.numel() and param.dim()):
         return BY_ELEMENTS
+    policy = replace(policy, param_dtype=compute, param_dtype_override_fn=None)
+    is_short, frees, reference = has and num_arguments(param) == 1, has and releases(param), weakref.ref(module)
+    if is_cut:
+        return CompositeCodec(type(param), None, None, param.shape, reference, policy, is_short, frees, has)
     inner, context = None, dict[str, Any]()
     if is_wrapper(param):
         (inner,), context = inner_tensors(param), context_of(param)

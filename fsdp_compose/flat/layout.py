@@ -30,12 +30,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ..ragged import RunLengths
+from ..ragged import RaggedShard, RunLengths
 
 # ---- Granules: the pieces of parameters that no shard boundary divides, converted from the user's notation to a number
 # of elements
@@ -180,6 +180,20 @@ class FlatLayout:
         stop = min(max(shard_offset + self.shard_numel - param.offset, 0), param.numel)
         return LocalShard(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
 
+    def local_shards(self, rank: int) -> list[LocalShard]:
+        """The part of each parameter that `rank` holds."""
+        return [self.local_shard(index, rank) for index in range(len(self.params))]
+
+    @cached_property
+    def placements(self) -> list[RaggedShard]:
+        """How each parameter is sharded: between rows if the shard boundaries are, else between elements."""
+        placements = []
+        for index, param in enumerate(self.params):
+            counts, row = self.counts(index), param.row_numel
+            is_rows = param.row_aligned and bool(param.shape) and row > 0
+            placements.append(RaggedShard(counts.divided_by(row) if is_rows else counts, flat=not is_rows))
+        return placements
+
     def local_shards_of(self, index: int) -> dict[int, LocalShard]:
         """The parts of parameter `index`, by rank, for the ranks that hold some of it."""
         return {rank: self.local_shard(index, rank) for rank in self.holders(index)}
@@ -258,6 +272,13 @@ def plan_layout(
     if not 0 <= padding_budget < math.inf:
         raise ValueError(f"got padding_budget={padding_budget}, expected a finite number >= 0")
 
+    return _plan(tuple(params), world_size, alignment, padding_budget)
+
+
+# A model's layers are mostly alike, and planning hundreds of parameters for thousands of ranks takes a tenth of a
+# second.
+@lru_cache(maxsize=256)
+def _plan(params: tuple[ParamSpec, ...], world_size: int, alignment: int, padding_budget: float) -> FlatLayout:
     draft, granule_padding_numel = _solve(_Problem(tuple(map(_request, params)), world_size, alignment), padding_budget)
     placed = zip(params, draft.offsets, draft.granules, strict=True)
     return FlatLayout(
@@ -302,9 +323,6 @@ class _Draft(NamedTuple):
     num_wishes_kept: int
 
 
-# A model's layers are mostly alike, and planning hundreds of parameters for thousands of ranks takes a tenth of a
-# second.
-@lru_cache(maxsize=256)
 def _solve(problem: _Problem, padding_budget: float) -> tuple[_Draft, int]:
     """The best draft, and the padding that required granules cost."""
     payload_numel = sum(request.numel for request in problem.requests)
@@ -316,7 +334,7 @@ def _solve(problem: _Problem, padding_budget: float) -> tuple[_Draft, int]:
 
 def clear_plans() -> None:
     """Clear the cache of plans, for measurements."""
-    _solve.cache_clear()
+    _plan.cache_clear()
 
 
 def _request(spec: ParamSpec) -> _Request:

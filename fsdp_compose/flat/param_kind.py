@@ -42,8 +42,7 @@ def kind_of(
         ValueError: see ``MixedPrecisionPolicy.compute_dtype_of``.
     """
     compute, reduce = policy.compute_dtype_of(fqn, param), policy.reduce_dtype
-    own = replace(policy, param_dtype=compute, param_dtype_override_fn=None)
-    codec = BY_ELEMENTS if module is None else codec_of(param, module, own)
+    codec = BY_ELEMENTS if module is None else codec_of(param, module, policy, compute)
     gradient = own_grad_dtype(param)
     if is_any_grad_dtype(param) and param.is_floating_point():
         gradient = reduce or compute  # the dtype that arrives from the reduction

@@ -18,13 +18,12 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
-from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
+from .._torch import DTensorSpec, as_parameter, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh, kept_for
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import (
     SHOWN_ATTRIBUTE,
     RaggedDTensor,
-    RaggedShard,
     RaggedSpec,
     context_of,
     distribute_ragged,
@@ -76,24 +75,23 @@ class _Specs(weakref.WeakValueDictionary[Any, RaggedSpec]):
     # group that is gone. Weak: a spec holds its mesh, which holds the process group, which has connections and threads.
 
 
-def sharded_spec(
-    layout: FlatLayout, index: int, mesh: DataParallelMesh, dtype: torch.dtype, own: DTensorSpec | None = None
-) -> RaggedSpec:
-    """How parameter ``index`` is sharded over ``mesh`` and, if it was a DTensor before, by its ``own`` placements.
-    Equal specs are one object, so comparing them is fast."""
-    param, counts = layout.params[index], layout.counts(index)
-    row = param.row_numel
-    is_rows = param.row_aligned and bool(param.shape) and row > 0
-    placement = RaggedShard(counts.divided_by(row) if is_rows else counts, flat=not is_rows)
-    known = kept_for(mesh.shard_group, _Specs)
-    whole, placements, shape = mesh.mesh, mesh.placements(placement), param.shape
-    if own is not None:
-        whole, placements, shape = mesh.beside(own.mesh), (*placements, *own.placements), tuple(own.shape)
-    key = (whole, placements, shape, dtype)
-    spec = known.get(key)
-    if spec is None:
-        spec = known[key] = RaggedSpec.make(whole, placements, shape, dtype)
-    return spec
+def sharded_specs(
+    layout: FlatLayout, mesh: DataParallelMesh, dtype: torch.dtype, own: Sequence[DTensorSpec | None]
+) -> list[RaggedSpec]:
+    """How each parameter is sharded over ``mesh`` and, if it was a DTensor before, by its ``own`` placements. Equal
+    specs are one object, so comparing them is fast."""
+    known, specs = kept_for(mesh.shard_group, _Specs), []
+    for param, placement, earlier in zip(layout.params, layout.placements, own, strict=True):
+        whole, placements, shape = mesh.mesh, mesh.placements(placement), param.shape
+        if earlier is not None:
+            whole = mesh.beside(earlier.mesh)
+            placements, shape = (*placements, *earlier.placements), tuple(earlier.shape)
+        key = (whole, placements, shape, dtype)
+        spec = known.get(key)
+        if spec is None:
+            spec = known[key] = RaggedSpec.make(whole, placements, shape, dtype)
+        specs.append(spec)
+    return specs
 
 
 def make_sharded_param(
@@ -102,9 +100,9 @@ def make_sharded_param(
     """Make a sharded parameter over ``local``, a view of the shard, with the attributes that the user had set on
     ``original``."""
     tensor = codec.sharded(local, spec)
-    sharded = nn.Parameter(tensor, requires_grad=original.requires_grad)
-    if tensor is not local:
-        set_local_tensor(sharded, local)
+    # A new tensor needs no alias of itself, which is what nn.Parameter() would make.
+    make = nn.Parameter if tensor is local else as_parameter
+    sharded = make(tensor, original.requires_grad)
     copy_attributes(original, sharded, not_copied=class_attributes(original))
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
         sharded.__dict__[_CLASS_ATTRIBUTE] = type(original)

@@ -111,7 +111,7 @@ from .registry import states_for as states_for
 from .registry import states_to_run as states_to_run
 from .registry import ties_with_other_groups as ties_with_other_groups
 from .registry import unsharded_tensors as unsharded_tensors
-from .replaced_params import make_proxy as make_proxy
+from .replaced_params import make_proxies as make_proxies
 from .replaced_params import rebind_live_optimizers as rebind_live_optimizers
 from .replaced_params import rebind_optimizer as rebind_optimizer
 from .start_values import LOAD_REMEDY as LOAD_REMEDY

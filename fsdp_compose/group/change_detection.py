@@ -37,7 +37,7 @@ from ..flat import (
 from ..ragged import RaggedDTensor, requires_grad_writes
 from .kept_tensors import BatchedKeptTensors
 from .parameter_swap import Held, ParameterSwap
-from .replaced_params import make_proxy, remember_sharded_param
+from .replaced_params import make_proxies, remember_sharded_param
 from .state import ParameterDetector, _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
@@ -227,7 +227,7 @@ class Replacement(NamedTuple):
         _take_over(self.own, self.given, self.places)
         if not isinstance(self.given, DTensor):
             self.own.__dict__.update(self.given.__dict__)  # the attributes that the user has set
-        make_proxy(self.given, self.own)
+        make_proxies([(self.given, self.own)])
 
 
 def find_replacements(swaps: Iterable[ParameterSwap], modules: Iterable[nn.Module]) -> list[Replacement]:
@@ -330,6 +330,8 @@ def refuse_unwritten_buffers(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def _non_persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     names = non_persistent_buffers(module)
+    if not names:
+        return []
     return [item for item in module.named_buffers(recurse=False, remove_duplicate=False) if item[0] in names]
 
 

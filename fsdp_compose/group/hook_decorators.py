@@ -39,11 +39,11 @@ def _annotate_modules_for_dynamo(module: nn.Module, ignored_modules: set[nn.Modu
         ignored_modules: modules to leave unmarked (their children are still visited).
         use_orig_params: value of ``_fsdp_use_orig_params``; the runtime always passes ``True``.
     """
+    # Both marks: without the second one Dynamo makes no graph at all.
+    marks = dict(zip(MARKS, (True, use_orig_params), strict=True))
     for submodule in module.modules():
         if submodule not in ignored_modules:
-            # Both marks: without the second one Dynamo makes no graph at all.
-            submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
-            submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
+            submodule.__dict__.update(marks)
 
 
 def never_traced(function: _F) -> _F:

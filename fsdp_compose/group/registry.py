@@ -6,14 +6,14 @@ roots share groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
 
-from .._torch import STATE_KEY, composable_registry, composable_states, contract, drop_composable_state
+from .._torch import STATE_KEY, add_composable_state, composable_registry, composable_states
 from ..errors import MisuseError
 from ..flat import SHARDED_PARAM_ATTRIBUTE, FlatParamHandle, ManagedParameter, handle_of, owner_of
 from .options import GroupOptions
@@ -21,27 +21,16 @@ from .parameter_swap import ParameterSwap
 from .state import Root, _FSDPState, state_of
 
 
-def fully_shard(module: list[nn.Module], install: Callable[[_FSDPState], None]) -> Any:
-    """The function that torch's registry knows; its name is the API's name there."""
-    install(_registered.state(module[0]))
-    return module
+def fully_shard() -> None:
+    """Stands for the API in torch's registry, which knows an API by a function, and by its name."""
 
 
 API_KEY = fully_shard
-_registered: Any = contract(state_cls=_FSDPState)(fully_shard)
 
 
-def register_state(modules: list[nn.Module], install: Callable[[_FSDPState], None]) -> None:
-    """Register one new state on ``modules`` (none may be inside another) and let ``install`` fill it in.
-
-    If that raises, the registry is left unchanged.
-    """
-    try:
-        _registered(modules, install)
-    except BaseException:
-        for module in modules:
-            drop_composable_state(module, API_KEY)
-        raise
+def register_state(modules: Sequence[nn.Module], state: _FSDPState) -> None:
+    """Register one state on ``modules``, none of which has one or is inside another."""
+    add_composable_state(modules, API_KEY, state)
 
 
 def get_state(module: nn.Module) -> _FSDPState | None:

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from .._torch import PlainAttributes, is_wrapper, local_tensor, set_leaf_hooks
+from .._torch import PlainAttributes, is_wrapper, local_tensor, notice_optimizers, set_leaf_hooks
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import SHARDED_PARAM_ATTRIBUTE, handle_of, owner_of, refuse_unreduced, waiting
 from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged, map_instances, shard_inner
@@ -34,15 +34,42 @@ from .state import state_of
 #
 # ``fully_shard`` replaces every parameter object once. An optimizer that holds the old objects would silently train
 # parameters that no module uses any more. So every replaced parameter remembers its sharded parameter. The first
-# forward searches for optimizers that hold replaced parameters, and torch's global hook before optimizer steps finds
-# the others. In both cases the sharded parameters replace the old ones in the optimizer, and its state is converted.
+# forward looks for replaced parameters in the optimizers that exist by then, and torch's global hook before optimizer
+# steps in the others. In both cases the sharded parameters replace the old ones in the optimizer, and its state is
+# converted.
 
 
 _grad = attrgetter("grad")
 _SEEN = "_fsdp_compose_generation"
 
 _generation = 0  # counts replaced parameters, so that an optimizer is checked again only if there are new ones
-_replaced: list[weakref.ref[nn.Parameter]] = []  # replaced since the last search for live optimizers
+_replaced: list[weakref.ref[nn.Parameter]] = []  # replaced since the last look at live optimizers
+
+
+class _Optimizers:
+    """The optimizers of this process that are alive."""
+
+    def __init__(self) -> None:
+        # By id: an optimizer of the user's class may compare and hash by what it does not have yet.
+        self._references: dict[int, weakref.ref[Optimizer]] = {}
+        self._are_more = notice_optimizers(self._notice)  # some may be older than the import of this package
+
+    def _notice(self, optimizer: Optimizer) -> None:
+        key = id(optimizer)
+        self._references[key] = weakref.ref(optimizer, lambda _: self._references.pop(key, None))
+
+    def alive(self) -> list[Optimizer]:
+        if self._are_more:
+            self._are_more = False
+            # Its time grows with the process: 0.4 s for a million objects.
+            for item in gc.get_objects():
+                if issubclass(type(item), Optimizer):
+                    self._notice(item)
+        found = [reference() for reference in [*self._references.values()]]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+
+_optimizers = _Optimizers()
 
 
 def remember_sharded_param(original: nn.Parameter, sharded: nn.Parameter) -> None:
@@ -84,13 +111,13 @@ def rebind_live_optimizers() -> None:
     # (zero_grad(), GradScaler).
     is_any_alive = any(ref() is not None for ref in _replaced)
     _replaced.clear()
-    if not is_any_alive:  # spares the search, which takes 0.1 s
+    if not is_any_alive:
         return
-    for item in gc.get_objects():
-        if issubclass(type(item), Optimizer) and "param_groups" in item.__dict__:
+    for optimizer in _optimizers.alive():
+        if "param_groups" in optimizer.__dict__:
             # If its state cannot be converted, it raises when it steps.
             with contextlib.suppress(UnshardableStateError):
-                rebind_optimizer(item)
+                rebind_optimizer(optimizer)
 
 
 class UnshardableStateError(MisuseError):
@@ -203,34 +230,38 @@ class ParameterProxy(nn.Parameter):
         twin: nn.Parameter | None = memo.get(id(self))
         if twin is None:
             sharded = copy.deepcopy(self.__dict__[SHARDED_PARAM_ATTRIBUTE], memo)
-            twin = nn.Parameter(_nothing(sharded.shape, sharded.dtype, sharded.device), sharded.requires_grad)
+            nothing = _nothing(sharded.dtype, sharded.device).expand(sharded.shape)
+            twin = nn.Parameter(nothing, sharded.requires_grad)
             twin.__dict__.update({key: value for key, value in self.__dict__.items() if key not in twin.__dict__})
             memo[id(self)] = twin
-            make_proxy(twin, sharded)
+            make_proxies([(twin, sharded)])
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__dict__[SHARDED_PARAM_ATTRIBUTE].__reduce_ex__(protocol)
 
 
-def make_proxy(original: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Make ``original`` a proxy for ``sharded``, which has replaced it, and free its memory."""
-    remember_sharded_param(original, sharded)
-    if original.requires_grad:
-        set_leaf_hooks(original, _refuse_of(original), lambda _: None)
-    if is_wrapper(original) or not issubclass(type(original), nn.Parameter):
-        return
-    if not original.is_inference():
-        increment_version(original)  # a graph that saved it must raise instead of computing with the emptied memory
-        with torch.no_grad():
-            original.data = _nothing(original.shape, original.dtype, original.device)
-    original.__class__ = ParameterProxy
+def make_proxies(replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Make each original parameter a proxy for the sharded one that has replaced it, and free its memory."""
+    nothing: torch.Tensor | None = None
+    for original, sharded in replaced:
+        remember_sharded_param(original, sharded)
+        if original.requires_grad:
+            set_leaf_hooks(original, _refuse_of(original), lambda _: None)
+        if is_wrapper(original) or not issubclass(type(original), nn.Parameter):
+            continue
+        if not original.is_inference():
+            increment_version(original)  # a graph that saved it must raise instead of computing with the emptied memory
+            if nothing is None or (nothing.dtype, nothing.device) != (original.dtype, original.device):
+                nothing = _nothing(original.dtype, original.device)
+            original.data = nothing.expand(original.shape)
+        original.__class__ = ParameterProxy
 
 
-def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor with one element in memory, which is NaN if the dtype has it."""
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An element, which is NaN if the dtype has it."""
     is_number = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
-    return torch.full((), torch.nan if is_number else 0, dtype=dtype, device=device).expand(shape)
+    return torch.full((), torch.nan if is_number else 0, dtype=dtype, device=device)
 
 
 def _refuse_of(original: nn.Parameter) -> Any:

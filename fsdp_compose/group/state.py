@@ -1,7 +1,7 @@
 """The state of one ``fully_shard`` call (``_FSDPState``), and the data that the groups below one root share (``Root``).
 
-A ``_FSDPState`` is registered on its module(s) through torch's composable contract, so that torch's own composable
-APIs and ``fully_shard.state(module)`` see it. It refers to modules weakly: a model is freed with its last reference.
+A ``_FSDPState`` is in the composable registry of its module(s), so that torch's own composable APIs and
+``fully_shard.state(module)`` see it. It refers to modules weakly: a model is freed with its last reference.
 """
 
 from __future__ import annotations

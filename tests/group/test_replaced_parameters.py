@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import operator
+import subprocess
+import sys
+import textwrap
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +23,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compose import clip_grad_norm_, flat_parameters, fully_shard, functional_mode, set_functional_mode
-from tests.harness import distributed
+from tests.harness import ROOT, distributed
 from tests.models import shard_layers
 from tests.training import assert_gradients_match, assert_parameters_match, local_part, pair
 
@@ -292,3 +297,57 @@ def test_in_a_gradient_penalty() -> None:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+# ---- optimizers that were built before
+
+
+@distributed(world_size=2)
+def test_optimizers_that_were_built_or_copied_before_are_found_without_a_search():
+    model = nn.Linear(DIM, DIM)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    twin = copy.copy(early)
+    gone = weakref.ref(torch.optim.AdamW(model.parameters()))
+    with mock.patch.object(gc, "get_objects", side_effect=AssertionError("all objects were searched")):
+        fully_shard(model)
+        model(torch.ones(1, DIM))
+    for optimizer in (early, twin):
+        (group,) = optimizer.param_groups
+        assert all(map(operator.is_, group["params"], model.parameters()))
+    assert gone() is None
+
+
+BUILT_BEFORE_IMPORT = """
+    import gc, operator, torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = torch.nn.Linear(4, 4)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    from fsdp_compose import fully_shard
+
+    fully_shard(model)
+    model(torch.ones(1, 4))
+    (group,) = early.param_groups
+    assert all(map(operator.is_, group["params"], model.parameters()))
+
+    def no_search():
+        raise AssertionError("searched twice")
+
+    gc.get_objects = no_search
+    other = torch.nn.Linear(4, 4)
+    early = torch.optim.SGD(other.parameters(), lr=0.1)
+    fully_shard(other)
+    other(torch.ones(1, 4))
+    (group,) = early.param_groups
+    assert all(map(operator.is_, group["params"], other.parameters()))
+    print("both were found")
+"""
+
+
+def test_an_optimizer_that_is_older_than_the_import_is_found_by_one_search() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(BUILT_BEFORE_IMPORT)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert "both were found" in run.stdout, run.stderr
