@@ -413,7 +413,10 @@ def test_wire_formats_send_what_is_promised(tmp_path):
     sent = {row["format"]: row["bytes_ratio"] for row in reports["wire_step"]["rows"]}
     assert sent.keys() == {"fp32", "bf16 sums", "bf16 both", "int8 gathers", "int8 both"}
     assert sent["fp32"] == 1 and sent["bf16 both"] == pytest.approx(0.5, abs=0.001) and sent["int8 both"] <= 0.26
-    assert all(0 < row["error"] < 0.01 and row["encode"] > 0 for row in reports["wire_codec"]["rows"])
+    codecs = {row["format"]: row for row in reports["wire_codec"]["rows"]}
+    assert all(0 < row["error"] < 0.03 and row["encode"] > 0 for row in codecs.values())
+    fp8, int8 = codecs["fp8 (e4m3)"], codecs["int8/256"]
+    assert int8["error"] < fp8["error"] / 3 and int8["error_of_tails"] < fp8["error_of_tails"], "why fp8 is not offered"
     for row in reports["wire_loss"]["rows"]:
         assert (row["training_change"] == 0) == (row["format"] == "fp32")
         assert abs(row["training_change"]) < 1 and abs(row["validation_change"]) < 1
