@@ -21,7 +21,7 @@ from .flat import MixedPrecisionPolicy
 from .group import bytes_of_limit
 from .inspect import Plan, check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
 from .optim import Muon, muon_groups
-from .tuning import BUSY, Tuning, calibrate, tune, write_hardware
+from .tuning import BUSY, Tuning, calibrate, hardware_of, tune, write_hardware
 
 # ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` as options, with progress and errors on stderr.
 
@@ -60,7 +60,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tuning = parser.add_argument_group("which settings are fastest", "docs/howto/tune.md")
     tuning.add_argument("--tune", action="store_true", help="compare settings, and print the code of the fastest")
-    tuning.add_argument("--hardware", default="h100", metavar="h100", help="a preset, or calibrate's file")
+    tuning.add_argument("--hardware", metavar="h100", help="a preset (default: h100), or calibrate's file")
     tuning.add_argument("--node-size", type=int, metavar="N", help="ranks in a node (default: the hardware's)")
     tuning.add_argument("--max-memory", metavar="80GB", help="of a rank (default: the hardware's)")
     tuning.add_argument("--compiled", action="store_true", help="the blocks will be compiled")
@@ -81,6 +81,10 @@ def run_plan(args: argparse.Namespace) -> int:
     try:
         world_sizes, options = world_sizes_of(args.world_size), _options_of(args)
         run: Callable[..., Plan | Tuning] = partial(plan, world_sizes=world_sizes, **options)
+        if not args.tune and (args.hardware or args.node_size or args.max_memory or args.compiled):
+            raise ValueError(
+                "--hardware, --node-size, --max-memory and --compiled are for --tune: add it, or leave them out"
+            )
         if args.tune:
             run = partial(tune, **_tune_options_of(args, world_sizes, options))
         if args.plot is not None:
@@ -93,8 +97,6 @@ def run_plan(args: argparse.Namespace) -> int:
         return failed(FAILURE, f"--model {args.model}: {_located(error)}")
     try:
         found = run(partial(factory, **_settings_of(args.set)), note=progress.note)
-        if args.plot is not None:
-            found.save(args.plot)
     except KeyboardInterrupt:
         return failed(INTERRUPTED, f"interrupted ({progress.doing}): nothing was written")
     except Exception as error:
@@ -102,6 +104,10 @@ def run_plan(args: argparse.Namespace) -> int:
     progress.clear()
     print(found.json() if args.json else found)
     if args.plot is not None:
+        try:
+            found.save(args.plot)
+        except (ValueError, OSError) as error:
+            return failed(FAILURE, str(error))
         print(f"written: {args.plot}", file=sys.stderr)
     return 0
 
@@ -133,11 +139,13 @@ def _tune_options_of(args: argparse.Namespace, sizes: Sequence[int], options: Ma
     if len(sizes) > 1:
         raise ValueError(f"--tune: expected one --world-size, got {args.world_size}")
     memory = None if args.max_memory is None else _size_of(args.max_memory)
+    if args.node_size is not None and args.node_size < 1:
+        raise ValueError(f"--node-size {args.node_size}: expected at least 1")
     if args.max_memory is not None and not memory:
         raise ValueError(f"--max-memory {args.max_memory}: expected a size, for example 80GB")
     return given | {
         "world_size": sizes[0],
-        "hardware": args.hardware,
+        "hardware": hardware_of(args.hardware or "h100"),
         "node_size": args.node_size,
         "max_memory": memory,
         "is_compiled": args.compiled,
@@ -256,8 +264,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr)
         return status
 
-    if not args.output.absolute().parent.is_dir():  # not after a minute
-        return failed(USAGE, f"--output {args.output}: there is no folder {args.output.parent}")
+    if not args.output.absolute().parent.is_dir() or args.output.is_dir():  # not after a minute
+        return failed(USAGE, f"--output {args.output}: expected the name of a file in a folder that exists")
     try:
         dtypes = [*filter(None, (dtype_of(name, "--dtypes") for name in (args.dtypes or "").split(",") if name))]
         hardware = calibrate(

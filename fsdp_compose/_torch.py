@@ -700,19 +700,22 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def notice_optimizers(notice: Callable[[torch.optim.Optimizer], None]) -> bool:
     """From now on call ``notice`` with each optimizer that is made, copied or unpickled, when it has no parameters yet.
     Returns whether this process may have some already."""
-    # The constructor and __setstate__() call this, which wraps the step() of the class if the optimizer is its first.
-    original = torch.optim.Optimizer._patch_step_function
+    optimizer = torch.optim.Optimizer
+    original = optimizer.__new__
 
-    @functools.wraps(original)
-    def patch_step_function(self: torch.optim.Optimizer) -> None:
-        original(self)
-        notice(self)
+    # Not in the constructor, which a user's class may leave out.
+    def new(cls: type[torch.optim.Optimizer], *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        made = original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
+        notice(made)
+        return made
 
-    torch.optim.Optimizer._patch_step_function = patch_step_function  # type: ignore[method-assign]
-    classes: list[type] = [torch.optim.Optimizer]
+    optimizer.__new__ = new  # type: ignore[method-assign, assignment]
+    classes: list[type] = [optimizer]
     for cls in classes:  # grows
         classes += cls.__subclasses__()
-    return any(hasattr(vars(cls).get("step"), "hooked") for cls in classes)
+    # torch's constructor marks the step() of a class; other people's classes may leave it out.
+    are_others = any(cls.__module__.partition(".")[0] != "torch" for cls in classes)
+    return are_others or any(hasattr(vars(cls).get("step"), "hooked") for cls in classes)
 
 
 def loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -1625,25 +1625,29 @@ def test_fake_store():
 
 
 def test_notice_optimizers(monkeypatch):
-    """Constructors, copies and pickles call a method of the base class, which marks the class."""
+    """Also one whose class leaves out the constructor of the base class, which marks the class."""
 
     class Own(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:
             """Do nothing."""
 
-    monkeypatch.setattr(torch.optim.Optimizer, "_patch_step_function", torch.optim.Optimizer._patch_step_function)
+    class Alone(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            self.param_groups, self.state, self.defaults = [{"params": [*params], "lr": lr}], {}, {}
+
+    monkeypatch.setattr(torch.optim.Optimizer, "__new__", torch.optim.Optimizer.__new__)
     seen: list[Any] = []
     assert not hasattr(vars(Own)["step"], "hooked")
-    _torch.notice_optimizers(seen.append)
-    optimizer = Own([nn.Parameter(torch.zeros(1))], {})
+    assert _torch.notice_optimizers(seen.append), "Own is nobody's"
+    optimizer, param = Own([nn.Parameter(torch.zeros(1))], {}), nn.Parameter(torch.zeros(1))
     assert hasattr(vars(Own)["step"], "hooked")
-    assert _torch.notice_optimizers(lambda _: None)  # this process has one now
     twins = [
         copy.copy(optimizer),
         copy.deepcopy(optimizer),
         pickle.loads(pickle.dumps(torch.optim.SGD([torch.zeros(1)], 0.1))),
+        Alone([param], lr=0.1),
     ]
-    assert len(seen) == 5 and all(any(item is twin for item in seen) for twin in (optimizer, *twins))
+    assert len(seen) == 6 and all(any(item is twin for item in seen) for twin in (optimizer, *twins))
 
 
 def test_loads_as_torch():

@@ -222,7 +222,7 @@ def _operation(func: Any) -> _Operation:
         is_in_place=bool(written) and None not in results and not has_out,
         is_composite=is_composite(func),
         needs_elements=not _ELEMENT_TAGS.isdisjoint(func.tags),
-        is_product="scaled_dot_product" in name or overload_packet(func) in flop_registry,
+        is_product="scaled_dot_product" in name or "grouped_mm" in name or overload_packet(func) in flop_registry,
         placing=tuple(item.name for item in arguments if item.name in ("device", "pin_memory", "generator")),
     )
 
@@ -320,7 +320,7 @@ class DryRun(DispatchMode):
         return self._written(operation, args, kwargs, shapes)
 
     def _shapes_of(self, func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
-        key = _key_of((func, args, kwargs))
+        key = func, _key_of((args, kwargs)), torch.get_default_dtype()  # to which integers are promoted
         found = self._shapes.get(key)
         if found is None:
             found = self._shapes[key] = _shapes_of(func, operation, args, kwargs)
@@ -388,14 +388,20 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _key_of(tree: Any) -> Hashable:
-    """Arguments of an operation, but for the elements of tensors."""
+    """Arguments of an operation, but for the elements of tensors. What is known by identity alone is like nothing
+    else: it may have changed."""
     if isinstance(tree, torch.Tensor):
         return torch.Tensor, tree.shape, tree.stride(), tree.dtype
     if isinstance(tree, (list, tuple)):
         return tuple(map(_key_of, tree))
     if isinstance(tree, dict):
         return tuple((name, _key_of(value)) for name, value in tree.items())
-    return (type(tree), tree) if isinstance(tree, Hashable) else object()
+    return (type(tree), tree) if isinstance(tree, _VALUES) else object()
+
+
+_VALUES = (
+    type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 def _are_small(tensors: Sequence[torch.Tensor]) -> bool:

@@ -149,14 +149,14 @@ def simulate(
     """
     if dist.is_initialized():
         raise MisuseRuntimeError(
-            f"rank {dist.get_rank()}: plan() makes its own process groups, but this process already has one: call "
-            "plan() in a separate process, or before init_process_group()"
+            f"rank {dist.get_rank()}: plan() makes its own process groups (and so do tune() and calibrate(), which use "
+            "it), but this process already has one: call it in a separate process, or before init_process_group()"
         )
+    excepthook = sys.excepthook  # torch's writes the rank before each line, once more for each process group
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     freezes = not gc.get_freeze_count()
     if freezes:
         gc.freeze()  # what is older than the model takes no time in the collections below
-    excepthook = sys.excepthook  # torch's writes the rank before each line, once more for each process group
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         return _Simulation(world_size, note).run(build, make_optimizer)
     finally:

@@ -26,7 +26,7 @@ class Operation:
         phase: ``forward``, ``backward`` or ``optimizer``.
         flops: floating-point operations of a matrix product, convolution or attention, else 0. A causal attention has
             half of those of a full one.
-        nbytes: bytes that are read and written at least: its arguments and results once each.
+        nbytes: bytes that are read and written: its arguments and results once each.
         dtype: of the first argument.
         num_tensors: how many tensors it updates, if it takes a list of them.
         layout: of a product of two matrices: for each ``n``, or ``t`` if it is stored by columns; else empty.
@@ -105,11 +105,12 @@ def operation_of(
     if name in _WITHOUT_KERNEL:
         return None
     given, made = flatten((args, kwargs)), flatten(result)
-    listed = flatten(args[0]) if full_name != name and "foreach" in full_name else []
+    listed = flatten(args[0]) if name != full_name and full_name[1:].startswith(_OF_LISTS) else []
     if name in _GATHERING:  # reads a row of a table for each row of the result
         nbytes = 2 * _bytes_of(made)
     else:
-        nbytes = _bytes_of(given) + _bytes_of(made or listed)
+        written = _bytes_of(made or listed)
+        nbytes = _bytes_of(given) + (0 if name in _OVERWRITING else written)
     first = (given or made)[0] if given or made else torch.empty(0)
     is_attention = "scaled_dot_product" in name
     return Operation(
@@ -130,6 +131,8 @@ _WITHOUT_KERNEL = {
 }  # fmt: skip
 _GATHERING = {"embedding", "index_select", "gather"}
 _OF_MATRICES = {"mm", "addmm"}
+_OF_LISTS = ("foreach_", "fused_")
+_OVERWRITING = {"copy_", "zero_", "fill_"}  # they do not read what they write
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -148,15 +151,21 @@ def _formula(packet: Any) -> Callable[..., Any] | None:
 def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     formula = _formula(overload_packet(func))
     if formula is None:
-        return 0.0
+        return _grouped_flops(*args[:2]) if "grouped_mm" in func._schema.name else 0.0
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     return float(formula(*args, **kwargs, out_val=result))
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of products of groups of rows, or of columns: torch's counter has no formula."""
+    groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1  # each takes its own columns of b
+    return 2.0 * a.numel() * b.shape[-1] / groups
 
 
 def _attention_flops(func: Any, args: Any, given: Sequence[torch.Tensor]) -> float:
     """The products of an attention; torch's counter has no formula for the CPU's."""
     names = [item.name for item in func._schema.arguments]
-    is_backward = "grad_out" in names
+    is_backward = func._schema.name.endswith("backward")
     is_causal = any(name == "is_causal" and value for name, value in zip(names, args, strict=False))
     query, key, value = given[1:4] if is_backward else given[:3]
     batch = math.prod(query.shape[:-2])

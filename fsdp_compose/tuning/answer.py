@@ -40,11 +40,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A setting that does not fit.
+    """A setting that is left out.
 
     Attributes:
         setting: see ``Setting``.
-        why: what takes too much memory.
+        why: what takes too much memory, or the error with which the step ended.
     """
 
     setting: Setting
@@ -63,7 +63,7 @@ class Tuning:
         is_compiled: blocks are compiled.
         results: settings that fit, the fastest first.
         default: ``fully_shard`` on each block and on the model, whether it fits or not.
-        rejected: settings that do not fit.
+        rejected: settings that are left out, with reasons.
         num_runs: how many steps were run dry.
     """
 
@@ -163,7 +163,7 @@ def _report_of(tuning: Tuning) -> Report:
     device, best = tuning.hardware.device, tuning.best
     heading = [
         f"{tuning.model} on {tuning.world_size:,} x {device.name}, {tuning.node_size} in a node, "
-        f"{bytes_of(tuning.max_memory)} each: {len(tuning.results)} settings fit, {len(tuning.rejected)} do not "
+        f"{bytes_of(tuning.max_memory)} each: {len(tuning.results)} settings fit, {len(tuning.rejected)} are left out "
         f"({tuning.num_runs} dry runs)"
     ]
     columns = ("", "setting", "micro-batches", "step", "exposed", "peak", "MFU")
@@ -174,7 +174,7 @@ def _report_of(tuning: Tuning) -> Report:
     if notes:
         sections.append(Section("how sure", items=notes))
     if tuning.rejected:
-        sections.append(Section("does not fit", items=[*_rejections(tuning.rejected)]))
+        sections.append(Section("left out", items=[*_rejections(tuning.rejected)]))
     sections.append(Section("assumed", items=[*_assumptions(tuning)]))
     if best is not None:
         sections.append(Section("code of the first", items=best.code.split("\n")))

@@ -45,7 +45,7 @@ def busy_of(samples: Sequence[Sample], threads: int) -> float:
         operation = item.operation
         if operation is not None and (threads == 1 or (operation.nbytes < 1 << 16 and not operation.flops)):
             ratios.append(item.wall / item.cpu)
-    return median(ratios)
+    return median(ratios) if ratios else 1.0
 
 
 def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Device:
@@ -146,7 +146,7 @@ def fitted_network(
     A CPU's collectives have curves, which hold all of their time: nothing is left for the network."""
     start, bandwidth = 0.0, math.inf
     gathers = _collectives(samples, clock).get(ALL_GATHER)
-    if is_cuda and gathers is not None:
+    if is_cuda and gathers is not None and processes > 1 and gathers.seconds[-1] > gathers.seconds[0]:
         start, longest = gathers.seconds[0], gathers.seconds[-1]
         bandwidth = gathers.nbytes[-1] * (processes - 1) / processes / (longest - start)
     if node_bandwidth is None:
@@ -175,7 +175,9 @@ def with_host(
 
     operation = left(STEP_ALONE, alone, replace(device, host=0.0)) / _num(alone, Operation)
     device = replace(device, host=max(device.host, operation))
-    collective = left(STEP_SHARDED, sharded, device) / max(1, _num(sharded, Issue))
+    if not _num(sharded, Issue):  # one process
+        return replace(device, collective=Device.collective)
+    collective = left(STEP_SHARDED, sharded, device) / _num(sharded, Issue)
     return replace(device, collective=max(0.0, collective))
 
 

@@ -6,11 +6,14 @@ are only good for comparisons. ``python -m fsdp_compose calibrate`` measures tho
 from __future__ import annotations
 
 import bisect
+import datetime
 import importlib
+import itertools
 import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -42,7 +45,7 @@ class Curve:
         if i == 0:
             return seconds[0]
         if i == len(sizes):
-            return seconds[-1] * nbytes / sizes[-1]
+            return seconds[-1] * nbytes / max(1.0, sizes[-1])
         part = (nbytes - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
         return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
 
@@ -94,13 +97,13 @@ class Device:
     collectives: Mapping[str, Curve] = field(default_factory=dict)
     error: float = 0.1
 
-    def compiled(self) -> Device:
-        """This device where blocks are compiled: fewer bytes, and less for the host to do."""
-        return replace(self, memory=self.memory / self.fused, host=self.host / 4)
+    def host_seconds(self, is_compiled: bool = False) -> float:
+        """How long the host takes for an operation. In compiled blocks there are about a quarter as many."""
+        return self.host / 4 if is_compiled else self.host
 
-    def seconds(self, operation: Operation) -> float:
+    def seconds(self, operation: Operation, is_compiled: bool = False) -> float:
         """How long an operation takes, without the host."""
-        nbytes = operation.nbytes
+        nbytes: float = operation.nbytes
         if operation.flops:
             if operation.is_attention:
                 return max(self.kernel, operation.flops / self.attention[operation.name.endswith("backward")])
@@ -108,10 +111,11 @@ class Device:
             if self.matmul_bytes:
                 return max(self.kernel, seconds + nbytes / self.matmul_bytes)
             return max(self.kernel, seconds, nbytes / self.memory)
+        nbytes *= self.fused if is_compiled else 1.0
         curve = self._curve(operation.name)
         if curve is None:
             return max(self.kernel, nbytes / self.memory)
-        num = operation.num_tensors
+        num = 1 if self.overlaps else operation.num_tensors  # an accelerator takes a list at once
         return num * max(self.kernel, curve.at(nbytes / num))
 
     def _matmul_rate(self, operation: Operation) -> float:
@@ -123,7 +127,7 @@ class Device:
             return max(self.matmul.values())
         raise MisuseError(
             f"hardware {self.name}: it does not say how fast matrix products in {dtype} are, only in "
-            f"{', '.join(self.matmul)}: add matmul.{dtype} to the file"
+            f"{', '.join(self.matmul)}: give a file with matmul.{dtype}"
         )
 
     def _curve(self, name: str) -> Curve | None:
@@ -170,8 +174,31 @@ class Network:
     levels: tuple[Level, ...]
     start: float = 15e-6
 
+    def __post_init__(self) -> None:
+        sizes = [level.ranks for level in self.levels]
+        grows = all(a > 0 and b > a and b % a == 0 for a, b in itertools.pairwise(sizes[:-1]))
+        if not sizes or sizes[-1] or min(sizes[:-1], default=1) < 1 or not grows:
+            raise MisuseError(
+                f"network: expected levels whose ranks are multiples of those before, and 0 (all) for the last, got "
+                f"{sizes}"
+            )
+
+    @property
+    def is_free(self) -> bool:
+        """Whether bytes take no time."""
+        return all(math.isinf(level.bandwidth) for level in self.levels)
+
     def with_node(self, ranks: int) -> Network:
-        """This network with other numbers of ranks in the innermost nodes, each with its own connection."""
+        """This network with other numbers of ranks in the innermost nodes, each with its own connection.
+
+        Raises:
+            ValueError: there is one level only, so nothing is known of what connects nodes; or see ``Network``.
+        """
+        if len(self.levels) == 1:
+            raise MisuseError(
+                "node_size: the hardware has one level of network only, so it does not say what connects nodes: add a "
+                "[[network.level]] to its file, or measure with calibrate --node-bandwidth"
+            )
         return replace(self, levels=(replace(self.levels[0], ranks=ranks), *self.levels[1:]))
 
     def scaled(self, factor: float) -> Network:
@@ -216,7 +243,7 @@ class Network:
                 return
             above = len({rank // level.ranks for rank in ranks}) if level.ranks else 1
             if above < nodes:
-                yield level, max(1, -(-len(ranks) // nodes)), nodes
+                yield level, min(Counter(rank // below for rank in ranks).values()), nodes
             below = level.ranks or len(ranks)
 
 
@@ -270,6 +297,8 @@ def _value(value: Any) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, (bool, str)):
         return json.dumps(value)  # TOML's are JSON's
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
     return repr(value)
 
 
@@ -282,18 +311,21 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
         OSError: it can't be read.
     """
     try:
-        found = tomllib.loads(Path(path).read_text())
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise MisuseError(f"hardware {path}: {error}") from None
     device, network = found.get("device"), found.get("network")
     if not isinstance(device, dict) or not isinstance(network, dict):
         raise MisuseError(f"hardware {path}: expected the tables [device] and [network], found {', '.join(found)}")
     levels = network.pop("level", [])
-    if not levels:
-        raise MisuseError(f"hardware {path}: expected [[network.level]] at least once")
+    if not isinstance(levels, list) or not all(isinstance(level, dict) for level in levels) or not levels:
+        raise MisuseError(f"hardware {path}: expected [[network.level]], with two brackets, at least once")
     device = {"source": str(path), **device}
     for name in ("curves", "collectives"):
-        device[name] = {key: _curve_of(path, f"{name}.{key}", item) for key, item in device.get(name, {}).items()}
+        given = device.get(name, {})
+        if not isinstance(given, dict):
+            raise MisuseError(f"hardware {path}: device.{name}: expected a table, got {given!r}")
+        device[name] = {key: _curve_of(path, f"{name}.{key}", item) for key, item in given.items()}
     if isinstance(device.get("attention"), list):
         device["attention"] = tuple(device["attention"])
     network = {**network, "levels": tuple(_record(path, "network.level", Level, item) for item in levels)}
@@ -308,9 +340,15 @@ def _curve_of(path: Any, where: str, item: Any) -> Curve:
     if isinstance(item, dict):
         item = {name: tuple(values) if isinstance(values, list) else values for name, values in item.items()}
         curve: Curve = _record(path, where, Curve, item)
-        if len(curve.nbytes) == len(curve.seconds) > 0 and [*curve.nbytes] == sorted({*curve.nbytes}):
+        are_tuples = isinstance(curve.nbytes, tuple) and isinstance(curve.seconds, tuple)
+        if are_tuples and len(curve.nbytes) == len(curve.seconds) > 0 and _are_ascending(curve):
             return curve
     raise MisuseError(f"hardware {path}: {where}: expected nbytes, ascending, and as many seconds, got {item!r}")
+
+
+def _are_ascending(curve: Curve) -> bool:
+    are_numbers = all(map(_is_number, (*curve.nbytes, *curve.seconds)))
+    return are_numbers and [*curve.nbytes] == sorted({*curve.nbytes})
 
 
 def _record(path: Any, where: str, made: type[Any], values: Any) -> Any:
@@ -321,10 +359,40 @@ def _record(path: Any, where: str, made: type[Any], values: Any) -> Any:
         what = f"unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}" if unknown else ""
         raise MisuseError(f"hardware {path}: {where}: {what or 'missing ' + ', '.join(missing)}")
     for name, value in values.items():
+        if not _fits(name, value):
+            raise MisuseError(
+                f"hardware {path}: {where}.{name}: expected {_KINDS.get(name, 'a number')}, got {value!r}"
+            )
         wrong = [number for number in _numbers(value) if not number >= 0]  # NaN too
         if wrong or (name in _POSITIVE and not all(number > 0 for number in _numbers(value))):
             raise MisuseError(f"hardware {path}: {where}.{name}: expected positive numbers, got {value!r}")
     return made(**values)
+
+
+_KINDS = {
+    "name": "a text", "source": "a text", "overlaps": "true or false", "attention": "two numbers",
+    "matmul": "a table of numbers", "peak": "a table of numbers",
+}  # fmt: skip
+_BUILT = {"curves", "collectives", "levels", "nbytes", "seconds"}  # checked where they are made
+
+
+def _fits(name: str, value: Any) -> bool:
+    kind = _KINDS.get(name)
+    if name in _BUILT:
+        return True
+    if kind == "a text":
+        return isinstance(value, str)
+    if kind == "true or false":
+        return isinstance(value, bool)
+    if kind == "two numbers":
+        return isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))
+    if kind == "a table of numbers":
+        return isinstance(value, dict) and all(map(_is_number, value.values()))
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 _POSITIVE = {"matmul", "attention", "memory", "bandwidth", "host_memory", "host_link", "fused"}

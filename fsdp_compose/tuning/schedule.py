@@ -105,7 +105,7 @@ class _Clock:
         self, device: Device, network: Network, is_offloaded: bool, is_compiled: bool, keeps_spans: bool
     ) -> None:
         self._device, self._network, self._is_offloaded, self._keeps_spans = device, network, is_offloaded, keeps_spans
-        self._for_blocks = device.compiled() if is_compiled else device
+        self._is_compiled = is_compiled
         self._now = 0.0  # when what computes is free
         self._host = self._compute = self._communication = self._exposed = self._flops = self._peak_seconds = 0.0
         self._ends: dict[int, float] = {}  # of collectives that nobody has waited for
@@ -113,9 +113,9 @@ class _Clock:
 
     def take(self, event: StepEvent) -> None:
         if isinstance(event, Operation):
-            if event.flops and not event.is_repeated:
+            if event.flops and not event.is_repeated and event.phase != STEP:
                 self._note_flops(event)
-            self._operation(event, self._device if event.phase == STEP else self._for_blocks)
+            self._operation(event, self._is_compiled and event.phase != STEP)
         elif isinstance(event, Issue):
             self._issue(event)
         elif isinstance(event, Wait):
@@ -129,7 +129,7 @@ class _Clock:
             self._wait(number)
         return self._now
 
-    def _operation(self, event: Operation, device: Device) -> None:
+    def _operation(self, event: Operation, is_compiled: bool) -> None:
         raise NotImplementedError
 
     def _issue(self, event: Issue) -> None:
@@ -180,14 +180,14 @@ class _Streams(_Clock):
         self._reduced: dict[str, float] = {}  # when the reduce-scatter of a group had ended
         self._link = 0.0  # when the connection to the host is free
 
-    def _operation(self, event: Operation, device: Device) -> None:
+    def _operation(self, event: Operation, is_compiled: bool) -> None:
         if self._is_offloaded and event.phase == STEP:  # the host computes
-            seconds = event.nbytes / device.host_memory
+            seconds = event.nbytes / self._device.host_memory
             start = max(self._now, self._host)
             self._host = start + seconds
         else:
-            seconds = device.seconds(event)
-            self._host += device.host
+            seconds = self._device.seconds(event, is_compiled)
+            self._host += self._device.host_seconds(is_compiled)
             start = max(self._now, self._host)
         self._compute += seconds
         self._now = self._note(COMPUTE, event.name, start, start + seconds)
@@ -238,11 +238,11 @@ class _Core(_Clock):
         super().__init__(*args)
         self._sent = 0.0  # when the network is free
 
-    def _operation(self, event: Operation, device: Device) -> None:
-        seconds = device.seconds(event)
-        self._host += device.host
+    def _operation(self, event: Operation, is_compiled: bool) -> None:
+        seconds, host = self._device.seconds(event, is_compiled), self._device.host_seconds(is_compiled)
+        self._host += host
         self._compute += seconds
-        self._now = self._note(COMPUTE, event.name, self._now, self._now + seconds + device.host)
+        self._now = self._note(COMPUTE, event.name, self._now, self._now + seconds + host)
 
     def _issue(self, event: Issue) -> None:
         curve = self._device.collectives.get(event.kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,19 +84,41 @@ def tune(
         RuntimeError: there is a process group; or the model has data-dependent control flow.
     """
     machine = hardware_of(hardware) if isinstance(hardware, str) else hardware
-    if node_size is not None:
-        machine = replace(machine, network=machine.network.with_node(node_size))
-    memory = max_memory or machine.device.capacity
-    if world_size < 1 or (node_size is not None and node_size < 1):
-        raise MisuseError(f"tune(world_size={world_size}, node_size={node_size}): expected at least 1")
+    memory = machine.device.capacity if max_memory is None else max_memory
+    least = min(1 if size is None else size for size in (world_size, node_size, batch, max_memory))
+    if least < 1:
+        raise MisuseError(
+            f"tune(world_size={world_size}, node_size={node_size}, batch={batch}, max_memory={max_memory}): expected "
+            "at least 1"
+        )
     if not memory:
         raise MisuseError(f"tune(): {machine.device.name} does not say how much memory it has: give max_memory")
+    if node_size is not None and node_size < world_size:
+        machine = replace(machine, network=machine.network.with_node(node_size))
+    _check_network(machine, world_size)
     make = optimizer_of
     if make is None and optimizer is not None:
         make = partial(of_parameters, optimizer)
     model = _Model(factory, wrap, mp_policy, batch, seq)
     search = _Search(model, make, world_size, machine, int(MARGIN * memory), is_compiled, note or (lambda _: None))
     return search.run(memory)
+
+
+def _check_network(machine: Hardware, world_size: int) -> None:
+    """Refuse hardware of which communication between so many ranks is not known."""
+    device, levels = machine.device, machine.network.levels
+    measured = machine.calibrated.get("processes", world_size)
+    if len(levels) == 1 and isinstance(measured, int) and measured < world_size:
+        raise MisuseError(
+            f"tune(world_size={world_size}): {device.name} was measured by {measured} process(es) of one machine. That "
+            "says nothing of more: measure with as many (calibrate --processes), or say what connects the machines "
+            "(calibrate --node-bandwidth)"
+        )
+    if world_size > 1 and machine.network.is_free and (device.overlaps or not device.collectives):
+        raise MisuseError(
+            f"tune(world_size={world_size}): by its description, {device.name} communicates in no time: give its "
+            "[[network.level]] a bandwidth"
+        )
 
 
 class _Model:
@@ -117,6 +140,8 @@ class _Model:
     ) -> None:
         self._factory, self._wrap, self._mp_policy, self._seq = factory, wrap, mp_policy, seq
         self._takes_batch = seq is None and "batch" in inspect.signature(factory).parameters
+        if batch is not None and seq is None and not self._takes_batch:
+            raise MisuseError("tune(batch=...): the factory has no parameter batch, and there is no seq: leave it out")
         self.batch = batch
         if batch is None and self._takes_batch:
             default = inspect.signature(factory).parameters["batch"].default
@@ -173,11 +198,10 @@ class _Search:
         for strategy in self._strategies():
             for setting in self._first_round(replace(strategy, batch=batch)):
                 self._try(setting, default, first)
-        ranked = self._ranked()
-        if not ranked:
-            for checkpointed in CHECKPOINTED:
-                self._try(replace(default, checkpointed=checkpointed, is_offloaded=True), default, first)
-        for result in ranked[:_NUM_REFINED]:
+        if not self._found:
+            for setting in self._first_round(replace(default, is_offloaded=True)):
+                self._try(setting, default, first)
+        for result in self._ranked()[:_NUM_REFINED]:
             for setting in self._other_groups(result.setting):
                 self._try(setting, default, first)
         ranked = self._ranked()
@@ -216,9 +240,10 @@ class _Search:
     def _first_round(self, setting: Setting) -> Iterator[Setting]:
         """For each micro-batch, from the largest, recompute no more than it takes to fit; stop where nothing has to be
         recomputed, since smaller ones only communicate more often."""
+        levels = CHECKPOINTED if self._model.num_blocks else (NONE,)
         for num_batches in _splits_of(setting.batch):
             batch = setting.batch // num_batches
-            for checkpointed in CHECKPOINTED:
+            for checkpointed in levels:
                 tried = replace(setting, batch=batch, num_batches=num_batches, checkpointed=checkpointed)
                 yield tried
                 if tried in self._found:
@@ -245,7 +270,11 @@ class _Search:
             more = f", activations {bytes_of(int(activations))}" if activations else ""
             self._rejected[setting] = f"parameters, gradients and optimizer state take {bytes_of(state)}{more}"
             return
-        result = self._result(setting, first if setting == default else self._dry_run(setting))
+        try:
+            result = self._result(setting, first if setting == default else self._dry_run(setting))
+        except Exception as error:  # what the model allows by default, another setting may not
+            self._rejected[setting] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return
         if result.peak > self._limit:
             self._rejected[setting] = f"the peak is {bytes_of(result.peak)}"
         else:
@@ -276,14 +305,15 @@ class _Search:
         peak = 0
         for moment in found.moments:
             nbytes = moment.nbytes
-            if setting.num_batches > 1:  # gradients of earlier micro-batches
-                nbytes += kept - moment.bytes_by_kind[GRADIENTS]
             if setting.is_offloaded:
                 nbytes -= sum(moment.bytes_by_kind[kind] for kind in _ON_HOST)
+            elif setting.num_batches > 1:  # gradients of earlier micro-batches
+                nbytes += kept - moment.bytes_by_kind[GRADIENTS]
             peak = max(peak, nbytes)
         if setting.batch:
             activations = max(moment.bytes_by_kind[ACTIVATIONS] for moment in found.moments)
-            self._activations[setting.checkpointed] = activations / setting.batch
+            known = self._activations.get(setting.checkpointed, math.inf)
+            self._activations[setting.checkpointed] = min(known, activations / setting.batch)
         return _Run(found, peak)
 
     def _result(self, setting: Setting, run: _Run) -> Result:
@@ -296,8 +326,5 @@ class _Search:
 
 
 def _splits_of(batch: int) -> list[int]:
-    """Into how many micro-batches a batch can be split: powers of two."""
-    found = [1]
-    while batch and batch % (2 * found[-1]) == 0:
-        found.append(2 * found[-1])
-    return found
+    """Into how many equal micro-batches a batch can be split."""
+    return [num for num in range(1, batch + 1) if batch % num == 0] or [1]

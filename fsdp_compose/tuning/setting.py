@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -98,10 +98,17 @@ def large_children(blocks: Sequence[nn.Module]) -> list[str]:
     """The names of several children that have a quarter of a block's parameters or more, in every block."""
     found = []
     for name, _ in blocks[0].named_children():
-        children = [(getattr(block, name, None), block) for block in blocks]
-        if all(isinstance(child, nn.Module) and _LARGE * _numel(child) >= _numel(block) for child, block in children):
+        if all(_is_large(getattr(block, name, None), block) for block in blocks):
             found.append(name)
     return found if len(found) > 1 else []
+
+
+def _is_large(child: Any, block: nn.Module) -> bool:
+    has_forward = isinstance(child, nn.Module) and not isinstance(child, _CONTAINERS)
+    return has_forward and _LARGE * _numel(child) >= _numel(block)
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _numel(module: nn.Module) -> int:
@@ -120,12 +127,15 @@ def code_of(
     Args:
         device: the type of the device, for example ``cuda``.
     """
-    ours, imports, options = ["fully_shard"], [], ["mesh=mesh"]
-    if mp_policy is not None:
+    ours, imports, options, arguments = ["fully_shard"], [], ["mesh=mesh"], "model"
+    given = _given(mp_policy)
+    if any(map(callable, given.values())):
+        arguments += ", mp_policy"  # nobody can print a function
+        options.append("mp_policy=mp_policy")
+    elif mp_policy is not None:
         ours.append("MixedPrecisionPolicy")
         imports.append("import torch")
-        dtypes = {"param_dtype": mp_policy.param_dtype, "reduce_dtype": mp_policy.reduce_dtype}
-        text = ", ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if dtype is not None)
+        text = ", ".join(f"{name}={value}" for name, value in given.items())
         options.append(f"mp_policy=MixedPrecisionPolicy({text})")
     if setting.strategy not in _BY_MESH:
         options.append(f'strategy="{setting.strategy}"')
@@ -168,13 +178,20 @@ def code_of(
     imports.append("from torch.distributed.device_mesh import init_device_mesh")
     imports.sort(key=lambda line: line.startswith("from"))
     imports.append(f"from fsdp_compose import {', '.join(sorted(ours))}")
-    return "\n".join([*imports, "", "", "def shard(model):", *(f"    {line}" for line in lines)])
+    return "\n".join([*imports, "", "", f"def shard({arguments}):", *(f"    {line}" for line in lines)])
+
+
+def _given(mp_policy: MixedPrecisionPolicy | None) -> dict[str, Any]:
+    """The arguments of a policy that are not the default."""
+    items = fields(mp_policy) if mp_policy is not None else ()
+    return {item.name: value for item in items if (value := getattr(mp_policy, item.name)) != item.default}
 
 
 def _blocks_text(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
     names = {id(module): name for name, module in model.named_modules()}
     paths = [names[id(block)] for block in blocks]
-    parents, last = {path.rpartition(".")[0] for path in paths}, [path.rpartition(".")[2] for path in paths]
-    if len(parents) == 1 and last == [*map(str, range(len(paths)))]:
-        return f'[*model.get_submodule("{parents.pop()}")]'
+    parent = paths[0].rpartition(".")[0]
+    container = model.get_submodule(parent)
+    if isinstance(container, (nn.ModuleList, nn.Sequential)) and [*map(id, container)] == [*map(id, blocks)]:
+        return f'[*model.get_submodule("{parent}")]'
     return f"[model.get_submodule(name) for name in {json.dumps(paths)}]"

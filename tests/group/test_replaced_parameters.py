@@ -304,14 +304,20 @@ def test_in_a_gradient_penalty() -> None:
 
 @distributed(world_size=2)
 def test_optimizers_that_were_built_or_copied_before_are_found_without_a_search():
+    class Alone(torch.optim.Optimizer):
+        """Leaves out the constructor of the base class."""
+
+        def __init__(self, params: Any) -> None:
+            self.param_groups, self.state, self.defaults = [{"params": [*params], "lr": 0.1}], {}, {}
+
     model = nn.Linear(DIM, DIM)
     early = torch.optim.SGD(model.parameters(), lr=0.1)
-    twin = copy.copy(early)
+    twin, alone = copy.copy(early), Alone(model.parameters())
     gone = weakref.ref(torch.optim.AdamW(model.parameters()))
     with mock.patch.object(gc, "get_objects", side_effect=AssertionError("all objects were searched")):
         fully_shard(model)
         model(torch.ones(1, DIM))
-    for optimizer in (early, twin):
+    for optimizer in (early, twin, alone):
         (group,) = optimizer.param_groups
         assert all(map(operator.is_, group["params"], model.parameters()))
     assert gone() is None

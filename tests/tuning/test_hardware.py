@@ -85,7 +85,14 @@ def test_the_example_in_the_documentation_is_a_file_and_the_tables_have_every_en
             "[gpu",
             "hardware {path}: expected the tables [device] and [network], found gpu, network",
         ),
-        ("[[network.level]]", "[network.other]", "hardware {path}: expected [[network.level]] at least once"),
+        ("[[network.level]]", "[network.other]", "hardware {path}: expected [[network.level]], with two brackets"),
+        ("[[network.level]]", "[network.level]", "hardware {path}: expected [[network.level]], with two brackets"),
+        ("memory = 1e11", 'memory = "1e11"', "hardware {path}: device.memory: expected a number, got '1e11'"),
+        ("memory = 1e11", 'memory = 1e11\noverlaps = "no"', "hardware {path}: device.overlaps: expected true or false"),
+        ("[1e12, 2e12]", "[1e12]", "hardware {path}: device.attention: expected two numbers"),
+        ("float32 = 1e13", 'float32 = "1e13"', "hardware {path}: device.matmul: expected a table of numbers"),
+        ("memory = 1e11", "memory = 1e11\ncurves = 3", "hardware {path}: device.curves: expected a table, got 3"),
+        ("ranks = 0", "ranks = 8", "network: expected levels whose ranks are multiples of those before, and 0 (all)"),
         ("memory =", "memroy =", "hardware {path}: device: unknown memroy; known are attention, "),
         ("memory = 1e11\n", "", "hardware {path}: device: missing memory"),
         ("bandwidth = 1e9\n", "", "hardware {path}: network.level: missing bandwidth"),
@@ -105,6 +112,8 @@ def test_the_example_in_the_documentation_is_a_file_and_the_tables_have_every_en
                 "3.0",
                 "{ nbytes = [1, 2], seconds = [1.0] }",
                 "{ nbytes = [], seconds = [] }",
+                '{ nbytes = ["1"], seconds = [1.0] }',
+                "{ nbytes = 1, seconds = 1.0 }",
                 "{ nbytes = [2, 1], seconds = [1.0, 2.0] }",
                 "{ nbytes = [1, 1], seconds = [1.0, 2.0] }",
             )
@@ -134,7 +143,7 @@ def test_hardware_is_a_preset_or_a_file():
 def test_products_in_a_dtype_that_the_file_does_not_have_are_refused():
 
     product = Operation("mm", "forward", 1e9, 100, torch.float64)
-    with pytest.raises(MisuseError, match=r"only in bfloat16, float16, float32: add matmul\.float64 to the file"):
+    with pytest.raises(MisuseError, match=r"only in bfloat16, float16, float32: give a file with matmul\.float64"):
         PRESETS["h100"].device.seconds(product)
     whole = replace(product, dtype=torch.int8)
     assert PRESETS["h100"].device.seconds(whole) == pytest.approx(4e-6)
@@ -201,6 +210,30 @@ def test_an_all_to_all_sends_what_it_is_told_to_and_each_rank_over_its_own_card(
 
 def test_one_rank_sends_nothing():
     assert NETWORK.seconds(ALL_REDUCE, 800, (3,)) == 0.0
+
+
+def test_the_node_with_the_fewest_ranks_is_the_slowest():
+    network = Network((Level(8, 1e12, 0.0), Level(0, 1e9, 0.0)), start=0.0)
+    assert network.seconds("all-gather", 9_000_000_000, range(9)) == pytest.approx(8)  # all of it by one card
+
+
+@pytest.mark.parametrize("sizes", [(), (8,), (8, 4, 0), (8, 12, 0), (0, 0), (-1, 0)])
+def test_levels_must_nest_and_the_last_one_has_all_ranks(sizes):
+    with pytest.raises(MisuseError, match="multiples"):
+        Network(tuple(Level(size, 1e9, 0.0) for size in sizes))
+
+
+def test_a_network_of_one_level_does_not_know_what_connects_nodes():
+    with pytest.raises(MisuseError, match="what connects nodes"):
+        Network((Level(0, 1e9, 0.0),)).with_node(8)
+
+
+def test_a_date_is_written_as_one(tmp_path: Path):
+    path = tmp_path / "hardware.toml"
+    path.write_text(MINIMAL + "\n[calibrated]\ndate = 2026-11-27\n")
+    found = read_hardware(path)
+    path.write_text(found.toml())
+    assert read_hardware(path) == found
 
 
 def test_other_nodes_and_other_bandwidths():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,6 +136,28 @@ def test_offloaded_shards_are_copied_in_and_gradients_out_and_the_host_steps():
 def test_compiled_blocks_move_fewer_bytes_and_the_optimizer_does_not():
     events = (elementwise(1), elementwise(1, "optimizer"))
     assert seconds_of(*events, is_compiled=True) == pytest.approx(GPU.fused + 1)
+
+
+def test_compiled_blocks_move_fewer_bytes_where_times_are_measured_too():
+    curve = Curve((0.0, 2e9), (0.0, 2.0))
+    device = replace(GPU, curves={"add": curve, "add_": curve}, host=0.0, fused=0.25)
+    assert seconds_of(elementwise(1), device=device) == pytest.approx(1)
+    assert seconds_of(elementwise(1), device=device, is_compiled=True) == pytest.approx(0.25)
+    product = Operation("mm", "forward", 1.0, 1_000_000_000, torch.float32)
+    assert seconds_of(product, is_compiled=True) == seconds_of(product) == pytest.approx(1)
+
+
+def test_what_the_optimizer_computes_is_not_the_models():
+    device = replace(GPU, peak={"float32": TERA})
+    found = schedule((product(1), product(1, "optimizer")), device, WIRE)
+    assert found.flops == TERA and found.mfu == pytest.approx(0.5)
+
+
+def test_an_accelerator_takes_a_list_of_tensors_at_once():
+    device = replace(GPU, kernel=1.0, curves={"add_": Curve((0.0, 1e9), (0.0, 1.0))})
+    many = Operation("add_", "optimizer", 0.0, 8, torch.float32, num_tensors=8)
+    assert seconds_of(many, device=device) == pytest.approx(1)
+    assert seconds_of(many, device=replace(device, overlaps=False)) == pytest.approx(8)
 
 
 def test_on_a_cpu_collectives_take_the_cores_time():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import plan
-from fsdp_compose.inspect import Allocated, Issue, Operation, Wait
+from fsdp_compose.inspect import Allocated, Issue, Operation, Wait, operation_of
 from tests.inspect.test_plan import Block, Net
 
 
@@ -106,6 +106,54 @@ def test_unsharded_parameters_that_use_memory_in_turn_are_no_new_memory():
     whole = max(item.nbytes for item in found.collectives if item.group == "blocks.0")
     num_gathers = sum(item.kind == "all-gather" for item in found.collectives)
     assert 0 < sum(event == Allocated(whole) for event in found.events) < num_gathers
+
+
+def test_integers_become_floats_of_the_default_dtype_of_the_moment():
+    found = []
+
+    def loss_of(model):
+        for dtype in (torch.float32, torch.bfloat16):
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            found.extend((torch.zeros(3000, 3000).dtype, (torch.arange(3_000_000) * 1.5).dtype))
+            torch.set_default_dtype(before)
+        return model(torch.zeros(4, 4)).sum()
+
+    events_of(lambda: (torch.nn.Linear(4, 4), loss_of), 1)
+    assert found[-4:] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "offsets", "flops"),
+    [
+        (((8, 32), (2, 32, 48)), True, 2 * 8 * 32 * 48),
+        (((2, 8, 32), (2, 32, 48)), False, 2 * 2 * 8 * 32 * 48),
+        (((16, 32), (32, 48)), True, 2 * 16 * 32 * 48),
+        (((2, 16, 32), (32, 48)), True, 2 * 16 * 32 * 48),
+    ],
+)
+def test_products_of_groups_count(shapes, offsets, flops):
+    a, b = (torch.zeros(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    func = torch.ops.aten._grouped_mm.default
+    event = operation_of(func, (a, b), {}, a, lambda tree: [a, b] if isinstance(tree, tuple) else [a], "forward")
+    assert event is not None and event.flops == flops
+    assert event.name == "grouped_mm"
+
+
+def test_what_is_overwritten_is_not_read():
+    def loss_of(model):
+        kept = torch.ones(1 << 20)  # too large to be computed
+        kept.copy_(torch.zeros(1 << 20))
+        kept.zero_()
+        kept.mul_(2.0)
+        return model(torch.zeros(4, 4)).sum()
+
+    found = {}
+    for event in events_of(lambda: (torch.nn.Linear(4, 4), loss_of), 1):
+        if isinstance(event, Operation) and event.phase == "forward":
+            found.setdefault(event.name, event.nbytes)
+    size = 4 << 20
+    assert (found["copy_"], found["zero_"], found["mul_"]) == (2 * size, size, 2 * size)
 
 
 def test_the_layout_of_products_is_noted():

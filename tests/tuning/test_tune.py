@@ -76,7 +76,7 @@ def test_the_default_is_what_plan_says():
 
 
 def test_without_a_network_to_wait_for_nothing_is_recomputed_or_split():
-    best = with_room(8, math.inf, math.inf).best
+    best = with_room(8, 1e18, 1e18).best
     assert best is not None
     assert (best.setting.checkpointed, best.setting.num_batches) == ("none", 1)
 
@@ -113,7 +113,7 @@ def test_what_no_memory_holds_is_offloaded():
 def test_nothing_fits():
     found = tune(factory, 8, hardware(), max_memory=1000)
     assert found.best is None and not found.tied
-    assert "nothing fits" in str(found) and "does not fit" in str(found)
+    assert "nothing fits" in str(found) and "left out" in str(found)
     assert json.loads(found.json())["code"] is None
     with pytest.raises(MisuseError, match="nothing fits"):
         found.save("nothing.svg")
@@ -167,6 +167,70 @@ def test_gradients_of_earlier_micro_batches_count():
     alone = plan(lambda: factory(2), 2).worlds[0]
     kept = max(moment.bytes_by_kind["gradients"] for moment in alone.moments)
     assert twice.peak == max(moment.nbytes - moment.bytes_by_kind["gradients"] + kept for moment in alone.moments)
+
+
+def test_any_divisor_of_the_batch_is_a_micro_batch():
+    found = tune(factory, 2, hardware(), batch=6, max_memory=just_less_than(with_room(2).default.peak // 2))
+    tried = {setting.num_batches for setting in settings_of(found)} | {
+        item.setting.num_batches for item in found.rejected
+    }
+    assert {1, 2, 3, 6} >= tried > {1, 2}
+
+
+def test_offloading_is_tried_with_smaller_micro_batches_too():
+    peak = with_room(2).default.peak
+    found = tune(factory, 2, hardware(), batch=16, max_memory=int(peak * 0.55))
+    assert found.best is not None
+    assert found.best.setting.is_offloaded and found.best.setting.num_batches > 1
+    assert found.best.peak <= 0.9 * found.max_memory
+
+
+class UsesAnothersWeight(nn.Module):
+    """As a group of its own, ``b`` is not gathered when this runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return F.linear(self.a(x), self.b.weight)
+
+
+class Several(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_setting_that_the_model_does_not_allow_is_left_out():
+    def strange():
+        return Several(UsesAnothersWeight), lambda model: model(torch.ones(4, 32)).sum()
+
+    found = tune(strange, 2, hardware(), max_memory=ROOMY)
+    assert found.best is not None
+    (refused,) = {item.why for item in found.rejected}
+    assert "Error" in refused and refused in str(found)
+
+
+def test_lists_inside_blocks_are_no_groups():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.Linear(32, 32)
+            self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, x):
+            return sum(expert(self.attention(x)) for expert in self.experts)
+
+    found = tune(
+        lambda: (Several(Listed), lambda model: model(torch.ones(4, 32)).sum()), 2, hardware(), max_memory=ROOMY
+    )
+    assert not found.rejected and not any(setting.splits for setting in settings_of(found))
 
 
 # ---- The code
@@ -243,6 +307,31 @@ def test_the_code_trains_as_unsharded(index):
         torch.testing.assert_close(values, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_the_code_has_the_whole_policy():
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False)
+    code = code_that_makes(CODES[0], policy)
+    text = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False)"
+    assert text in code
+    by_function = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: None)
+    assert "def shard(model, mp_policy):" in code_that_makes(CODES[0], by_function)
+
+
+def test_the_codes_blocks_are_those_that_were_found():
+    from fsdp_compose.tuning.setting import code_of
+
+    class Odd(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.blocks = blocks
+
+    some = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for blocks in (nn.ModuleList([*some, nn.Dropout()]), nn.Sequential(*some, nn.Linear(2, 2))):
+        model = Odd(blocks)
+        assert 'for name in ["blocks.0", "blocks.1"]' in code_of(Setting("zero3", (2,)), model, some, None, "cpu")
+    alone = Odd(nn.ModuleDict({"0": some[0]}))
+    assert 'for name in ["blocks.0"]' in code_of(Setting("zero3", (2,)), alone, some[:1], None, "cpu")
+
+
 # ---- What is refused
 
 
@@ -261,10 +350,28 @@ def test_memory_must_be_known():
     assert tune(factory, 2, hardware(device=replace(GPU, capacity=1 << 30))).best is not None
 
 
-@pytest.mark.parametrize("sizes", [{"world_size": 0}, {"world_size": 2, "node_size": 0}])
-def test_numbers_of_ranks_are_positive(sizes):
+@pytest.mark.parametrize(
+    "sizes", [{"world_size": 0}, {"node_size": 0}, {"batch": -4}, {"max_memory": -1}, {"max_memory": 0}]
+)
+def test_numbers_are_positive(sizes):
     with pytest.raises(MisuseError, match="at least 1"):
-        tune(factory, hardware=hardware(), max_memory=MIB, **sizes)
+        tune(factory, hardware=hardware(), **{"world_size": 2, "max_memory": MIB, **sizes})
+
+
+def test_a_batch_that_the_factory_does_not_take_is_refused():
+    with pytest.raises(MisuseError, match="no parameter batch"):
+        tune(lambda: factory(), 2, hardware(), max_memory=MIB, batch=8)
+
+
+def test_hardware_that_does_not_know_the_network_is_refused():
+    alone = Network((Level(0, math.inf, 0.0),), start=0.0)
+    with pytest.raises(MisuseError, match="in no time"):
+        tune(factory, 2, Hardware(GPU, alone), max_memory=MIB)
+    measured = Hardware(GPU, Network((Level(0, 1e9, 0.0),)), {"processes": 2})
+    with pytest.raises(MisuseError, match="measured by 2"):
+        tune(factory, 4, measured, max_memory=MIB)
+    with pytest.raises(MisuseError, match="what connects nodes"):
+        tune(factory, 4, Hardware(GPU, Network((Level(0, 1e9, 0.0),))), node_size=2, max_memory=MIB)
 
 
 # ---- The command
@@ -313,12 +420,18 @@ def test_the_command_as_json(capsys):
         (["--limits", "1 group"], "leave them out"),
         (["--max-memory", "lots"], "--max-memory lots"),
         (["--hardware", "h1000"], "expected a100"),
+        (["--node-size", "0"], "--node-size 0"),
     ],
 )
 def test_the_commands_mistakes(arguments, said, capsys):
     status, out, err = run(capsys, *arguments)
-    assert status in (1, 2) and not out
+    assert status == 2 and not out
     assert said in err and "Traceback" not in err
+
+
+def test_options_of_tune_without_it_are_refused(capsys):
+    assert main(["plan", *MODEL, "--max-memory", "80GB"]) == 2
+    assert "are for --tune" in capsys.readouterr().err
 
 
 def test_a_file_of_hardware(capsys, tmp_path: Path):
