@@ -264,8 +264,10 @@ def _calibrate(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr)
         return status
 
-    if not args.output.absolute().parent.is_dir() or args.output.is_dir():  # not after a minute
-        return failed(USAGE, f"--output {args.output}: expected the name of a file in a folder that exists")
+    if not args.output.absolute().parent.is_dir():  # not after a minute
+        return failed(USAGE, f"--output {args.output}: there is no folder {args.output.parent}")
+    if args.output.is_dir():
+        return failed(USAGE, f"--output {args.output}: this is a folder")
     try:
         dtypes = [*filter(None, (dtype_of(name, "--dtypes") for name in (args.dtypes or "").split(",") if name))]
         hardware = calibrate(

@@ -111,10 +111,10 @@ def test_a_busy_machine_is_refused():
     ],
 )
 def test_what_happens_to_one_rank_ends_all(sizes: type[tuple], time_limit: float, message: str):
-    workload = replace(SMALL, products=sizes(SMALL.products))
+    workload, others = replace(SMALL, products=sizes(SMALL.products)), {*multiprocessing.active_children()}
     with pytest.raises(RuntimeError, match=message):
         calibrate(processes=2, rounds=1, workload=workload, time_limit=time_limit)
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= others
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,7 @@ def test_the_command_writes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("options", "status", "message"),
     [
         (["--output=nowhere/hardware.toml"], 2, "--output nowhere/hardware.toml: there is no folder nowhere\n"),
+        (["--output=."], 2, "--output .: this is a folder\n"),
         (["--dtypes=fp32,fp5"], 2, "--dtypes fp5: expected one of "),
         (["--processes=0"], 2, "0 processes, 1 threads, 7 rounds: expected at least 1 of each\n"),
     ],
