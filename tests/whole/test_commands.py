@@ -263,7 +263,7 @@ def run_plan(_rank: int, folder: str, arguments: list[str]) -> None:
 
 RUNS: list[tuple[str, Callable[[str, Path], None]]] = [
     (r"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 train.py", runs_train_py),
-    (r"python -m fsdp_compose plan --model examples/.*", plans),
+    (r"python -m fsdp_compose plan (--tune )?--model examples/.*", plans),
     (r"torchrun --standalone --nproc_per_node \d examples/\S+\.py.*", parses),
     (r"python benchmarks/\S+\.py.*", parses),
 ]
