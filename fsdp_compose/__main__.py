@@ -73,11 +73,6 @@ def run_plan(args: argparse.Namespace) -> int:
     """Print a plan. Errors of the arguments, the factory and the model are reported in a few lines on stderr."""
     progress = _Progress(sys.stderr, args.quiet)
 
-    def failed(status: int, text: str) -> int:
-        progress.clear()
-        print(text, file=sys.stderr)
-        return status
-
     try:
         world_sizes, options = world_sizes_of(args.world_size), _options_of(args)
         run: Callable[..., Plan | Tuning] = partial(plan, world_sizes=world_sizes, **options)
@@ -92,22 +87,22 @@ def run_plan(args: argparse.Namespace) -> int:
         progress.note(f"importing {args.model}")
         factory = load_factory(args.model)
     except (ValueError, ImportError) as error:
-        return failed(USAGE, _located(error))
+        return progress.failed(USAGE, _located(error))
     except Exception as error:
-        return failed(FAILURE, f"--model {args.model}: {_located(error)}")
+        return progress.failed(FAILURE, f"--model {args.model}: {_located(error)}")
     try:
         found = run(partial(factory, **_settings_of(args.set)), note=progress.note)
     except KeyboardInterrupt:
-        return failed(INTERRUPTED, f"interrupted ({progress.doing}): nothing was written")
+        return progress.failed(INTERRUPTED, f"interrupted ({progress.doing}): nothing was written")
     except Exception as error:
-        return failed(FAILURE, f"{progress.doing}: {_located(error)}")
+        return progress.failed(FAILURE, f"{progress.doing}: {_located(error)}")
     progress.clear()
     print(found.json() if args.json else found)
     if args.plot is not None:
         try:
             found.save(args.plot)
         except (ValueError, OSError) as error:
-            return failed(FAILURE, str(error))
+            return progress.failed(FAILURE, str(error))
         print(f"written: {args.plot}", file=sys.stderr)
     return 0
 
@@ -231,6 +226,12 @@ class _Progress:
         end = "\x1b[K\r" if self._is_terminal else "\n"
         print(line if self._is_terminal else doing, end=end, file=self._file, flush=True)
 
+    def failed(self, status: int, text: str) -> int:
+        """Say what went wrong. Returns the exit status."""
+        self.clear()
+        print(text, file=self._file)
+        return status
+
     def clear(self) -> None:
         if self._is_terminal and not self._is_quiet:
             print("\x1b[K", end="", file=self._file, flush=True)
@@ -259,15 +260,10 @@ def _calibrate(args: argparse.Namespace) -> int:
     """Write what ``calibrate()`` measures. Errors are reported in a few lines on stderr."""
     progress = _Progress(sys.stderr, args.quiet)
 
-    def failed(status: int, text: str) -> int:
-        progress.clear()
-        print(text, file=sys.stderr)
-        return status
-
     if not args.output.absolute().parent.is_dir():  # not after a minute
-        return failed(USAGE, f"--output {args.output}: there is no folder {args.output.parent}")
+        return progress.failed(USAGE, f"--output {args.output}: there is no folder {args.output.parent}")
     if args.output.is_dir():
-        return failed(USAGE, f"--output {args.output}: this is a folder")
+        return progress.failed(USAGE, f"--output {args.output}: this is a folder")
     try:
         dtypes = [*filter(None, (dtype_of(name, "--dtypes") for name in (args.dtypes or "").split(",") if name))]
         hardware = calibrate(
@@ -282,11 +278,11 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
         write_hardware(hardware, args.output)
     except KeyboardInterrupt:
-        return failed(INTERRUPTED, f"interrupted ({progress.doing}): nothing was written")
+        return progress.failed(INTERRUPTED, f"interrupted ({progress.doing}): nothing was written")
     except (RuntimeError, OSError) as error:
-        return failed(FAILURE, f"{error}\nnothing was written")
+        return progress.failed(FAILURE, f"{error}\nnothing was written")
     except ValueError as error:
-        return failed(USAGE, str(error))
+        return progress.failed(USAGE, str(error))
     progress.clear()
     print(f"written: {args.output}")
     return 0

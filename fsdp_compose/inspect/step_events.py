@@ -157,7 +157,7 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of products of groups of rows, or of columns: torch's counter has no formula."""
+    """The operations of a grouped product, for which torch's counter has no formula."""
     groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1  # each takes its own columns of b
     return 2.0 * a.numel() * b.shape[-1] / groups
 

@@ -272,7 +272,7 @@ def _draw_settings(axes: Any, tuning: Tuning, best: Result) -> None:
 
 
 def _front(results: Sequence[Result]) -> Iterator[Result]:
-    """Those than which no other one is faster and smaller; ``results`` are sorted by time."""
+    """The Pareto front: results for which no faster one takes less memory. ``results`` are sorted by time."""
     least = float("inf")
     for result in results:
         if result.peak < least:
