@@ -60,12 +60,12 @@ from .transport import Names as Names
 from .transport import Recorder as Recorder
 from .transport import Transport as Transport
 from .transport import TransportRole as TransportRole
+from .transport import TransportWrapper as TransportWrapper
 from .transport import Work as Work
 from .transport import as_transferable as as_transferable
 from .transport import device_for as device_for
 from .wire import Bfloat16 as Bfloat16
 from .wire import Int8 as Int8
-from .wire import TransportWrapper as TransportWrapper
 from .wire import Wire as Wire
 from .wire import WireFormat as WireFormat
 from .wire import finish_with as finish_with

@@ -3,11 +3,12 @@
 A ``Transport`` belongs to one process group and serves the groups on it; ``FlatParamHandle.change_transports`` gives a
 group another one. A transport only issues: its caller chooses the stream, waits, and reports failures. This file also
 holds the labels by which errors and schedules name a collective, the conversion of elements that a backend cannot
-carry, and a transport that records what passes through another one.
+carry, and transports around another one: what users derive theirs from, and one that records.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -272,11 +273,12 @@ class Transport:
         lengths = {stop - start for start, stop in ranges}
         if lengths == {0}:
             return
+        # Memory is sent as it is: a conjugate that torch has only marked as one must be computed first.
+        part = part.resolve_conj()
         is_even = len(lengths) == 1 and [*ranges] == sorted(ranges)
         if is_everywhere and is_even:
             assert whole is not None
-            # Memory is sent as it is: a conjugate that torch has only marked as one must be computed first.
-            self.all_gather(whole, part.resolve_conj(), label).wait()
+            self.all_gather(whole, part, label).wait()
         elif is_everywhere:
             assert whole is not None
             self._gather_uneven(whole, part, ranges, label)
@@ -284,7 +286,7 @@ class Transport:
             self._gather_uneven_on_first(whole, part, ranges)
         else:
             parts = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
-            dist.gather(as_transferable(part.resolve_conj()), parts, group=self.group, group_dst=0)
+            dist.gather(as_transferable(part), parts, group=self.group, group_dst=0)
 
     def skip(self, nbytes: int, label: Label) -> None:
         """Called when ranks of other process groups of the mesh gather ``nbytes`` and those of this one do not."""
@@ -343,6 +345,102 @@ _ALL_AVERAGE = _reducing(AllreduceOptions(), dist.ReduceOp.AVG)
 _ALL_SUM = _reducing(AllreduceOptions(), dist.ReduceOp.SUM)
 
 
+# ---- Transports around another one
+
+
+class TransportWrapper(Transport):
+    """A transport that uses another one. Override some of ``all_gather``, ``reduce_scatter`` and ``all_reduce``.
+
+    Those carry training. What must be exact (checkpoints, ``full_tensor()``, Muon's matrices) goes by ``inner``.
+
+    Order: all ranks of a process group call the same methods in the same order; several collectives may be in flight,
+    and each is waited for once, in the order of issue within each kind. A call must not block longer than it takes to
+    issue. Streams: what a method issues belongs on the current stream, which is none that computes; ``wait()`` of the
+    returned work makes the current stream, which computes, wait. Tensors are 1-D, contiguous, on one device. Their
+    memory is the caller's, valid until the end of ``wait()``, and freed or reused afterwards. Memory that a method
+    allocates must live as long as what it has issued.
+
+    Args:
+        inner: the transport to use.
+
+    Attributes:
+        inner: as given.
+        name: compared at the first forward: it must be the same on every rank, and tell all settings.
+        is_exact: ``all_gather`` fills in the bits that it was given. If it rounds, set this to ``False``: then it gets
+            shards in their own dtype, and the look for writes through ``.data`` in forward does not take the rounding
+            for one. Override ``as_gathered`` too, or nothing looks for such writes, which are lost.
+    """
+
+    is_exact = True
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.group)
+        self.inner = inner
+
+    @property
+    def rounds(self) -> bool:
+        return not self.is_exact or self.inner.rounds
+
+    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        return self.inner.as_gathered(part, dtype) if self.is_exact else None
+
+    def over(self, change: Callable[[Transport], Transport]) -> Transport:
+        twin = copy.copy(self)
+        twin.inner = self.inner.over(change)
+        return twin
+
+    @property
+    def unrecorded(self) -> Transport:
+        twin = copy.copy(self)
+        twin.inner = self.inner.unrecorded
+        return twin
+
+    @property
+    def exact(self) -> Transport:
+        return self.inner.exact
+
+    @property
+    def num_ranks(self) -> int:
+        return self.inner.num_ranks
+
+    @property
+    def replicas(self) -> Replicas | None:
+        return self.inner.replicas
+
+    def among(self, peers: dist.ProcessGroup) -> Transport:
+        twin = copy.copy(self)
+        twin.inner = self.inner.among(peers)
+        return twin
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        return self.inner.all_gather(whole, shard, label)
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        return self.inner.reduce_scatter(shard, whole, is_average, label)
+
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        return self.inner.all_reduce(tensor, is_average, label)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        num_moved: int,
+        label: Label,
+    ) -> Work:
+        return self.inner.all_to_all(received, sent, received_sizes, sent_sizes, num_moved, label)
+
+    def gather(
+        self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
+    ) -> None:
+        self.inner.gather(whole, part, ranges, is_everywhere, label)
+
+    def skip(self, nbytes: int, label: Label) -> None:
+        self.inner.skip(nbytes, label)
+
+
 # ---- A transport that records what passes through another one, for debugging and for tests.
 
 
@@ -394,38 +492,31 @@ class CollectiveNotes:
         """Later work sees the result."""
 
 
-class Recorder(Transport):
-    """Delegates everything to ``inner``, and reports each collective when it is issued and when its result is waited
-    for.
+class Recorder(TransportWrapper):
+    """Reports each collective when it is issued and when its result is waited for, also of what must be exact. It sends
+    nothing itself, so wrappers around ``inner`` belong around it.
 
     Args:
         inner: a transport.
         notes: receives the reports.
-
-    Attributes:
-        inner: as given.
     """
 
     name = "recorder"
 
     def __init__(self, inner: Transport, notes: CollectiveNotes) -> None:
-        super().__init__(inner.group)
-        self.inner, self._notes = inner, notes
+        super().__init__(inner)
+        self._notes = notes
 
     @property
     def unrecorded(self) -> Transport:
         return self.inner.unrecorded
 
     @property
-    def num_ranks(self) -> int:
-        return self.inner.num_ranks
+    def exact(self) -> Transport:
+        return self
 
-    @property
-    def replicas(self) -> Replicas | None:
-        return self.inner.replicas
-
-    def among(self, peers: dist.ProcessGroup) -> Transport:
-        return Recorder(self.inner.among(peers), self._notes)
+    def over(self, change: Callable[[Transport], Transport]) -> Transport:
+        return change(self)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
         collective = self._issue(ALL_GATHER, label, whole)
@@ -462,9 +553,6 @@ class Recorder(Transport):
         self._notes.wait(collective)
         self.inner.gather(whole, part, ranges, is_everywhere, label)
         self._notes.done(collective)
-
-    def skip(self, nbytes: int, label: Label) -> None:
-        self.inner.skip(nbytes, label)
 
     def _issue(self, kind: str, label: Label, whole: torch.Tensor) -> Collective:
         collective = Collective(kind, str(label), whole.numel(), whole.dtype, self.num_ranks)

@@ -9,15 +9,13 @@ rank keeps what rounding has dropped: such a residual would be as large as all g
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .transport import Label, Range, Transport, Work
+from .transport import Label, Transport, TransportWrapper, Work
 
 ALIGNMENT = 16  # bytes
 _CHUNK = 1 << 18  # elements that are encoded at a time: what a step of an encoding writes is read from the cache
@@ -151,96 +149,7 @@ class Int8(WireFormat):
         return found
 
 
-# ---- Transports around another one
-
-
-class TransportWrapper(Transport):
-    """A transport that uses another one. Override some of ``all_gather``, ``reduce_scatter`` and ``all_reduce``.
-
-    Those carry training. What must be exact (checkpoints, ``full_tensor()``, Muon's matrices) goes by ``inner``.
-
-    Order: all ranks of a process group call the same methods in the same order; several collectives may be in flight,
-    and each is waited for once, in the order of issue within each kind. A call must not block longer than it takes to
-    issue. Streams: what a method issues belongs on the current stream, which is none that computes; ``wait()`` of the
-    returned work makes the current stream, which computes, wait. Tensors are 1-D, contiguous, on one device. Their
-    memory is the caller's, valid until the end of ``wait()``, and freed or reused afterwards. Memory that a method
-    allocates must live as long as what it has issued.
-
-    Args:
-        inner: the transport to use.
-
-    Attributes:
-        inner: as given.
-        name: compared at the first forward: it must be the same on every rank, and tell all settings.
-        is_exact: ``all_gather`` fills in the bits that it was given. If it rounds, set this to ``False``: then it gets
-            shards in their own dtype, and the look for writes through ``.data`` in forward does not take the rounding
-            for one. Override ``as_gathered`` too, or nothing looks for such writes, which are lost.
-    """
-
-    is_exact = True
-
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.group)
-        self.inner = inner
-
-    @property
-    def rounds(self) -> bool:
-        return not self.is_exact or self.inner.rounds
-
-    def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        return self.inner.as_gathered(part, dtype) if self.is_exact else None
-
-    def over(self, change: Callable[[Transport], Transport]) -> Transport:
-        twin = copy.copy(self)
-        twin.inner = self.inner.over(change)
-        return twin
-
-    @property
-    def unrecorded(self) -> Transport:
-        twin = copy.copy(self)
-        twin.inner = self.inner.unrecorded
-        return twin
-
-    @property
-    def exact(self) -> Transport:
-        return self.inner.exact
-
-    @property
-    def num_ranks(self) -> int:
-        return self.inner.num_ranks
-
-    def among(self, peers: dist.ProcessGroup) -> Transport:
-        twin = copy.copy(self)
-        twin.inner = self.inner.among(peers)
-        return twin
-
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        return self.inner.all_gather(whole, shard, label)
-
-    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        return self.inner.reduce_scatter(shard, whole, is_average, label)
-
-    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
-        return self.inner.all_reduce(tensor, is_average, label)
-
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        num_moved: int,
-        label: Label,
-    ) -> Work:
-        return self.inner.all_to_all(received, sent, received_sizes, sent_sizes, num_moved, label)
-
-    def gather(
-        self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
-    ) -> None:
-        self.inner.gather(whole, part, ranges, is_everywhere, label)
-
-    def skip(self, nbytes: int, label: Label) -> None:
-        self.inner.skip(nbytes, label)
+# ---- The transport that sends what is encoded
 
 
 class Wire(TransportWrapper):

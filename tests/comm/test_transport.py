@@ -239,3 +239,21 @@ def test_a_part_of_the_ranks_gathers_next_to_messages_of_the_users():
         work.wait()
     first = rank % 2 + 10
     assert flat.tolist() == [first, first, first + 2, first + 2] and theirs.tolist() == [peer] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [4, 1, 3], [0, 0, 7]], ids=str)
+@pytest.mark.parametrize("mark", ["conjugate", "negative"])
+@distributed(world_size=(2, 3))
+def test_parts_that_are_only_marked_as_conjugate_or_negative_arrive_computed(mark, lengths, transport, world_size):
+    rank, moved = dist.get_rank(), transport(world())
+    plain = [torch.complex(part, part + 1)[:length] for part, length in zip(of_ranks(7), lengths, strict=False)]
+    marked = [part.conj() if mark == "conjugate" else torch._neg_view(part.real.clone()) for part in plain]
+    assert all(part.is_conj() or part.is_neg() for part in marked)
+    stops = torch.tensor([part.numel() for part in plain]).cumsum(0).tolist()
+    ranges = [*zip([0, *stops], stops, strict=False)]
+    expected = torch.cat([part.resolve_conj().resolve_neg() for part in marked])
+    for is_everywhere in (True, False):
+        whole = torch.zeros_like(expected) if is_everywhere or rank == 0 else None
+        moved.gather(whole, marked[rank], ranges, is_everywhere, LABEL)
+        assert whole is None or torch.equal(whole, expected)
