@@ -18,7 +18,16 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
-from .._torch import DTensorSpec, as_parameter, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
+from .._torch import (
+    DTensorSpec,
+    as_parameter,
+    dtensor_spec,
+    is_wrapper,
+    local_tensor,
+    make_dtensor,
+    renew_hooks,
+    set_local_tensor,
+)
 from ..comm import DataParallelMesh, kept_for
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import (
@@ -195,6 +204,7 @@ def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
         set_local_tensor(fresh, local_tensor(source))
         sharded.grad = None
         torch.utils.swap_tensors(sharded, fresh)
+        renew_hooks(sharded)
         sharded.__dict__ = fresh.__dict__  # its own again, which its unsharded parameter shares
 
 
