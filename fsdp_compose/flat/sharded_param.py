@@ -80,8 +80,8 @@ _data_ptr = torch.Tensor.data_ptr
 class _Specs(weakref.WeakValueDictionary[Any, RaggedSpec]):
     """The specs on the meshes of one process group."""
 
-    # Kept for the process group, not by mesh: meshes are equal if their ranks are, even if one belongs to a process
-    # group that is gone. Weak: a spec holds its mesh, which holds the process group, which has connections and threads.
+    # By the id of the mesh, which each spec keeps alive: meshes are equal if their ranks are, even if one belongs to
+    # process groups that are gone. Weak: a mesh holds its process groups, which have connections and threads.
 
 
 def sharded_specs(
@@ -95,7 +95,7 @@ def sharded_specs(
         if earlier is not None:
             whole = mesh.beside(earlier.mesh)
             placements, shape = (*placements, *earlier.placements), tuple(earlier.shape)
-        key = (whole, placements, shape, dtype)
+        key = (id(whole), placements, shape, dtype)
         spec = known.get(key)
         if spec is None:
             spec = known[key] = RaggedSpec.make(whole, placements, shape, dtype)
