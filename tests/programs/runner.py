@@ -562,7 +562,8 @@ def run_on_every_rank(program: Program, generation: int, report: str) -> None:
     """Run ``program``; the first rank writes to the file ``report`` what went wrong. Called on every rank."""
     differences, error = [], ""
     try:
-        runner = Runner(program, _meshes_of(generation), Path(report).parent)
+        # A program that fails may leave a save under way; the next one has another generation.
+        runner = Runner(program, _meshes_of(generation), Path(report).parent / f"saves-{generation}")
         differences = runner.differences
         runner.run()
     except ImpossibleError:
