@@ -429,7 +429,7 @@ def detect_again(root: Root) -> None:
 def _refuse_meta(states: list[_FSDPState]) -> None:
     for state in states:
         if any(handle.unsharded.is_meta for handle in state._handles):
-            raise MisuseError(
+            raise MisuseRuntimeError(
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
                 "model.to_empty(device=...) and initialize them before the first forward"
             )
