@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import RanksDifferError, drop_in
+from fsdp_compose import RanksDifferError, api, drop_in, replicate
 from tests.harness import distributed
 
 needs_fsdp2 = pytest.mark.skipif(
@@ -86,6 +86,21 @@ def test_unused_parameters_have_no_gradient_by_default_or_when_it_is_switched_of
         model.zero_grad()
     with pytest.raises(TypeError, match="set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(1)
+
+
+@distributed(world_size=2)
+def test_parameters_that_stay_whole_get_zeros_too():
+    grads = []
+    for fills_unused in (False, True):
+        model = replicate(Part())
+        api.fill_unused(model, fills_unused)
+        for _ in range(2):
+            model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+        grads.append([None if param.grad is None else param.grad.full_tensor() for param in model.parameters()])
+    (first, second, unused, frozen), filled = grads
+    assert unused is None and frozen is None
+    torch.testing.assert_close(filled[:2], [first, second])
+    assert filled[2].count_nonzero() == 0 and filled[3] is None
 
 
 @distributed(world_size=2)
