@@ -142,6 +142,7 @@ __all__ = [
     "queue_end_of_backward",
     "refuse_access",
     "register_work",
+    "renew_hooks",
     "same_storage",
     "saves_as_torch_module",
     "set_group_timeout",
@@ -209,10 +210,18 @@ def set_leaf_hooks(
     leaf: torch.Tensor, on_gradient: Callable[[torch.Tensor], None], after_accumulation: Callable[[torch.Tensor], None]
 ) -> None:
     """Make these the hooks that autograd runs before and after it adds to ``leaf.grad``."""
-    # Not by register_hook(): after swap_tensors() it would have no effect (torch 2.13). That exchanges autograd's own
-    # record of the hooks but not the Python attribute, which then looks as if there were hooks.
+    # Not by register_hook(): after swap_tensors() it would have no effect (see renew_hooks).
     leaf._backward_hooks = OrderedDict({next(_hook_ids): on_gradient})
     leaf._post_accumulate_grad_hooks = OrderedDict({next(_hook_ids): after_accumulation})
+
+
+def renew_hooks(leaf: torch.Tensor) -> None:
+    """Let autograd call the hooks of a leaf that ``swap_tensors()`` has given other contents: that exchanges autograd's
+    own record of the hooks but not the Python attributes (torch 2.13), so none would run, not even later ones."""
+    if leaf._backward_hooks is not None:
+        leaf._backward_hooks = leaf._backward_hooks
+    if leaf._post_accumulate_grad_hooks is not None:
+        leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:

@@ -86,7 +86,9 @@ class ObservedHooks:
             assert place is not None
             state = place[0].owner()
             expected = index in with_terms
-            if reaches_groups and (state.persistent.was_functional or state.options.requires_gradient_sync):
+            syncs = state.persistent.was_functional or state.options.requires_gradient_sync
+            # A backward of another root leaves it as it is.
+            if reaches_groups and syncs and type(sharded_params[index].grad) is not UnreducedGradient:
                 expected |= index in self._reached | self._unreduced
                 reduced.add(index)
             num_calls = self._num_calls.get(number, 0)

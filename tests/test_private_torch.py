@@ -299,6 +299,23 @@ def test_post_accumulate_hooks(leaf):
     assert _torch.post_accumulate_hooks(leaf) == []
 
 
+def test_renew_hooks():
+    leaf, events = nn.Parameter(torch.ones(2)), []
+    first = leaf.register_hook(lambda grad: events.append("gradient"))
+    leaf.register_post_accumulate_grad_hook(lambda _: events.append("accumulated"))
+    torch.utils.swap_tensors(leaf, nn.Parameter(torch.zeros(2)))
+    leaf.sum().backward()
+    assert not events, "swap_tensors() keeps hooks now: renew_hooks() can go"
+    _torch.renew_hooks(leaf)
+    leaf.sum().backward()
+    assert events == ["gradient", "accumulated"]
+    first.remove()  # the same records as before
+    leaf.register_hook(lambda grad: events.append("later"))
+    events.clear()
+    leaf.sum().backward()
+    assert events == ["later", "accumulated"]
+
+
 def test_set_leaf_hooks():
     leaf, events = nn.Parameter(torch.ones(2)), []
     for _ in range(2):  # again after autograd's own record of them was exchanged

@@ -4,6 +4,7 @@ from .checkpointed_inputs import CheckpointedInputs as CheckpointedInputs
 from .checkpointed_inputs import offload_checkpointed_inputs as offload_checkpointed_inputs
 from .compiling import compile as compile
 from .controls import UnshardHandle as UnshardHandle
+from .controls import fill_unused as fill_unused
 from .controls import functional_mode as functional_mode
 from .controls import keep_unsharded as keep_unsharded
 from .controls import no_sync as no_sync

@@ -395,6 +395,19 @@ def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True
     _set_reduction("set_force_sum_reduction_for_comms", module, recurse, forces_sum=forces_sum)
 
 
+def fill_unused(module: nn.Module, fills_unused: bool, *, recurse: bool = True) -> None:
+    """Set whether parameters that no rank has used get a gradient of zeros, if backward reaches their group.
+
+    Ranks: all ranks must set the same value; the first forward compares it. Local: no communication.
+
+    Raises:
+        TypeError: the flag is not a bool.
+        ValueError: there is no ``fully_shard`` group below ``module``.
+    """
+    _check_flag("set_reduce_scatter_unused_params", fills_unused)
+    _set_reduction("set_reduce_scatter_unused_params", module, recurse, fills_unused=fills_unused)
+
+
 def set_post_reduction_hook(
     module: nn.Module, hook: Callable[[torch.Tensor], None] | None, *, recurse: bool = True
 ) -> None:

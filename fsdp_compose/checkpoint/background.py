@@ -320,6 +320,8 @@ def _signature(planner: SavePlanner) -> list[Any] | None:
     """Return what the plan for a state depends on; ``None`` if a value makes its own."""
     found: list[Any] = [planner.share, planner.mappings]
     for key, value in planner.state_dict.items():
+        if isinstance(value, torch.Tensor) and "__create_write_items__" in value.__dict__:
+            return None  # of a parameter without optimizer state as yet
         if isinstance(value, DTensor):
             found.append((key, type(value), value.shape, value.dtype, value.device_mesh, value.placements))
         elif isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import IncompatibleKeys, loads_as_torch_module, versions_of, with_versions
+from .._torch import IncompatibleKeys, loads_as_torch_module, renew_hooks, versions_of, with_versions
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import as_ours
 from ..group import before_load
@@ -351,6 +351,7 @@ def _keep_objects(held: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> N
         # Optimizers hold the object from before, so it gets the content of the loaded one.
         if isinstance(before, nn.Parameter):
             torch.utils.swap_tensors(before, loaded)
+            renew_hooks(before)
         elif loaded.shape == before.shape:
             with torch.no_grad():
                 before.copy_(loaded)

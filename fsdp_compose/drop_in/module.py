@@ -238,6 +238,11 @@ class FSDPModule(metaclass=_AsksRegistry):
         """``fsdp_compose.set_force_sum_reduction_for_comms``. Not recursive."""
         api.set_force_sum_reduction_for_comms(_module(self), enable, recurse=False)
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Set whether parameters that no rank has used get a gradient of zeros, if backward reaches their group. Ranks
+        may use different parameters either way."""
+        api.fill_unused(_module(self), reduce_scatter_unused_params, recurse=recurse)
+
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """``fsdp_compose.set_post_reduction_hook``. Not recursive. With ``stream``, the hook runs on that stream, after
         the reduction and before later work on the gradient."""
@@ -291,9 +296,6 @@ class FSDPModule(metaclass=_AsksRegistry):
                     handle.drop_iteration(is_tainted=True)
 
     # ---- methods without effect: results are the same
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Do nothing: ranks may always use different parameters."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Do nothing: backward always gathers."""

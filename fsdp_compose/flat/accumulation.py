@@ -325,10 +325,13 @@ class PendingGradients:
         if self.accumulation is not None and not self.accumulation.follow_zero_grad():
             self.accumulation = None
 
-    def take_used(self) -> bytes:
-        """Return which parameters have contributed, on any rank, to the gradient that is published now."""
+    def take_used(self, trainable: Sequence[bool]) -> bytes:
+        """Return which parameters get the gradient that is published now: those that have contributed to it on any
+        rank, or all ``trainable`` ones."""
         self.awaits_publication = False
         used = bytes(self.is_used)
+        if self.options.fills_unused:
+            used = bytes(a | b for a, b in zip(used, trainable, strict=True))
         self.is_used[:] = self._none_used
         return used
 

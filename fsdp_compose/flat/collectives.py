@@ -524,7 +524,7 @@ class Communicator:
     @in_range("publish")
     def publish(self, handle: FlatParamHandle, has_others: bool) -> None:
         """Show the reduced gradients to the user."""
-        handle.gradient.publish(handle.pending_gradients.take_used(), has_others)
+        handle.gradient.publish(handle.pending_gradients.take_used(handle.unsharded.flags), has_others)
 
     def finish(self, discards: bool = False) -> None:
         """Wait for every reduction in flight and free the buffers. ``discards``: throw the results away."""

@@ -23,7 +23,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, set_local_tensor
+from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, renew_hooks, set_local_tensor
 from ..comm import DataParallelMesh
 from ..errors import MisuseError
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
@@ -88,6 +88,7 @@ class FlatSegment:
         self.parameter.grad = None
         fresh = self._make_parameter(shard)
         torch.utils.swap_tensors(self.parameter, fresh)
+        renew_hooks(self.parameter)
         copy_attributes(fresh, self.parameter)
 
     def is_at(self, flat: torch.Tensor, tensor: torch.Tensor) -> bool:

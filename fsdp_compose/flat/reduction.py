@@ -38,11 +38,13 @@ class ReductionOptions:
         divide_factor: the divisor of their sum over the ranks; ``None``: the number of ranks.
         forces_sum: the collective sums and the division comes after it, even if the collective could average.
         hook: called with each reduced gradient, before it is added to ``.grad``; see ``set_post_reduction_hook``.
+        fills_unused: a parameter that no rank has used gets a gradient of zeros, not ``None``.
     """
 
     divide_factor: float | None = None
     forces_sum: bool = False
     hook: Hook | None = None
+    fills_unused: bool = False
 
     def factors(self, world_size: int, missing_factor: int, is_half: bool) -> tuple[float, bool, float]:
         """The divisor of gradients before the collective over ``world_size`` ranks, whether the collective averages,

@@ -18,7 +18,16 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
-from .._torch import DTensorSpec, as_parameter, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
+from .._torch import (
+    DTensorSpec,
+    as_parameter,
+    dtensor_spec,
+    is_wrapper,
+    local_tensor,
+    make_dtensor,
+    renew_hooks,
+    set_local_tensor,
+)
 from ..comm import DataParallelMesh, kept_for
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import (
@@ -71,8 +80,8 @@ _data_ptr = torch.Tensor.data_ptr
 class _Specs(weakref.WeakValueDictionary[Any, RaggedSpec]):
     """The specs on the meshes of one process group."""
 
-    # Kept for the process group, not by mesh: meshes are equal if their ranks are, even if one belongs to a process
-    # group that is gone. Weak: a spec holds its mesh, which holds the process group, which has connections and threads.
+    # By the id of the mesh, which each spec keeps alive: meshes are equal if their ranks are, even if one belongs to
+    # process groups that are gone. Weak: a mesh holds its process groups, which have connections and threads.
 
 
 def sharded_specs(
@@ -86,7 +95,7 @@ def sharded_specs(
         if earlier is not None:
             whole = mesh.beside(earlier.mesh)
             placements, shape = (*placements, *earlier.placements), tuple(earlier.shape)
-        key = (whole, placements, shape, dtype)
+        key = (id(whole), placements, shape, dtype)
         spec = known.get(key)
         if spec is None:
             spec = known[key] = RaggedSpec.make(whole, placements, shape, dtype)
@@ -195,6 +204,7 @@ def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
         set_local_tensor(fresh, local_tensor(source))
         sharded.grad = None
         torch.utils.swap_tensors(sharded, fresh)
+        renew_hooks(sharded)
         sharded.__dict__ = fresh.__dict__  # its own again, which its unsharded parameter shares
 
 

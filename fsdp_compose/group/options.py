@@ -114,6 +114,7 @@ class GroupOptions(OptionsForGood):
             "sum reduction": self.reduction.forces_sum,
             "offload_policy": self.offload and ("shards and gradients" if self.offload.parameters else "gradients"),
             "post-reduction hook": self.reduction.hook is not None,
+            **({"zeros for unused parameters": True} if self.reduction.fills_unused else {}),
             **({"optional": True} if self.is_optional else {}),
             **({} if self.limit_unsharded_bytes is None else {"limit_unsharded_bytes": self.limit_unsharded_bytes}),
         }

@@ -408,12 +408,19 @@ def distribute_ragged(
 
     Raises:
         ValueError: the placements do not fit the mesh or the shape.
+        NotImplementedError: the mesh of a DTensor has other ranks.
     """
     with torch.no_grad():
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh if mesh is None else mesh
             if mesh != tensor.device_mesh:
-                raise NotImplementedError("distribute_ragged(): moving to another mesh is not supported")
+                ranks = [sorted(item.mesh.flatten().tolist()) for item in (tensor.device_mesh, mesh)]
+                if ranks[0] != ranks[1]:
+                    raise NotImplementedError(
+                        f"distribute_ragged(): the tensor is on the ranks {ranks[0]}, and the mesh has the ranks "
+                        f"{ranks[1]}; moving to other ranks is not supported"
+                    )
+                tensor, src_data_rank = tensor.full_tensor(), None
         if mesh is None or placements is None:
             raise ValueError("distribute_ragged(): expected a mesh and placements")
         spec = RaggedSpec.make(mesh, placements, tensor.shape, tensor.dtype)

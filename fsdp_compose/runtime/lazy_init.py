@@ -7,6 +7,7 @@ equal, give advice about groups that are too small, take over the user's changes
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import warnings
@@ -140,13 +141,23 @@ def optional_replicas_error(name: str) -> str:
     )
 
 
+def _make_up(mesh: DataParallelMesh, tensor_mesh: DeviceMesh, data: frozenset[int]) -> bool:
+    """Whether a group's ranks, together with those along some dimensions of its DTensors' mesh, are the data ranks. The
+    ranks along the other dimensions (tensor parallelism of experts) share a batch."""
+    joined = mesh.beside(tensor_mesh)
+    place = (joined.get_coordinate() or ())[mesh.mesh.ndim :]
+    # Along each dimension all ranks, or only those at this rank's place.
+    ways: Iterable[tuple[Any, ...]] = itertools.product((...,), *[(slice(None), index) for index in place])
+    return any(frozenset(joined.mesh[way].flatten().tolist()) == data for way in ways)
+
+
 def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) -> None:
     mesh = handle.mesh
     own = mesh.ranks()
     if own == data:
         return
     for fqn, spec in zip(handle.fqns, specs_of(handle.tensor_parallel, len(handle.fqns)), strict=True):
-        if spec is None or frozenset(mesh.beside(spec.mesh).mesh.flatten().tolist()) != data:
+        if spec is None or not _make_up(mesh, spec.mesh, data):
             where = f"{name}.{fqn}" if name else fqn
             if spec is not None:
                 where += f", placed {list(spec.placements)} on the ranks {spec.mesh.mesh.tolist()},"
@@ -429,7 +440,7 @@ def detect_again(root: Root) -> None:
 def _refuse_meta(states: list[_FSDPState]) -> None:
     for state in states:
         if any(handle.unsharded.is_meta for handle in state._handles):
-            raise MisuseError(
+            raise MisuseRuntimeError(
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
                 "model.to_empty(device=...) and initialize them before the first forward"
             )

@@ -169,6 +169,41 @@ MOVES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.parametrize("registered", ["before", "afterwards"])
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+@pytest.mark.parametrize("move", MOVES)
+@distributed(world_size=2)
+def test_hooks_on_gradients_outlive_a_move_of_their_parameter(move, trained, registered):
+    """Of a loss on the parameter alone, whose gradient does not come with that of its group."""
+    model, _ = stacks()
+    if trained:
+        mean_square(model, local_part(rows(0))).backward()
+        model.zero_grad()
+    param, calls = model.embed.weight, []
+
+    def register() -> None:
+        param.register_hook(lambda grad: calls.append("gradient") or grad * 2)
+        param.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+
+    if registered == "before":
+        register()
+    MOVES[move](model)
+    assert model.embed.weight is param
+    if registered == "afterwards":
+        register()
+    if move != "load by assignment":
+        # After module.to() and the like it takes a forward: until then it is as with any tensor subclass.
+        model(local_part(rows(0)).to(param.dtype))
+    for _ in range(2):
+        param.norm().full_tensor().backward()
+        assert calls == ["gradient", "accumulated"]
+        if move != "to_empty()":
+            expected = torch.nn.functional.normalize(param.full_tensor().flatten(), dim=0).view(param.shape) * 2
+            assert torch.allclose(param.grad.full_tensor(), expected)
+        param.grad = None
+        calls.clear()
+
+
 @pytest.mark.parametrize("kind", ["default", "not resharded", "functional", "flat views"])
 @pytest.mark.parametrize("move", MOVES)
 @distributed(world_size=3)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fsdp_compose
 from fsdp_compose import clip_grad_norm_, fully_shard
@@ -60,6 +60,7 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, DIM) / 3)
         self.bias = nn.Parameter(torch.randn(NUM_EXPERTS, DIM) / 3)
         self.mesh: DeviceMesh | None = None
+        self.tp: DeviceMesh | None = None  # over which the output features of each expert are spread
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.mesh is None:
@@ -71,6 +72,15 @@ class Experts(nn.Module):
         return Summed.apply(mine, group).chunk(num)[rank]
 
     def mixture(self, x: torch.Tensor, weights: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if self.tp is None:
+            return self.whole(x, weights, weight, bias)
+        x, weights = [
+            DTensor.from_local(item, self.tp, [Replicate()]).to_local(grad_placements=[Partial()])
+            for item in (x, weights)
+        ]
+        return DTensor.from_local(self.whole(x, weights, weight, bias), self.tp, [Shard(1)]).full_tensor()
+
+    def whole(self, x: torch.Tensor, weights: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return torch.einsum("te,eto->to", weights, torch.einsum("td,edo->eto", x, weight) + bias[:, None])
 
 
@@ -123,6 +133,25 @@ def test_experts_are_averaged_over_all_data_ranks_without_a_factor_by_hand(num_s
         tolerance = 1e-5 if policy is None else 5e-3
         torch.testing.assert_close(norms, train(expected, 0, 1, TORCHS), rtol=tolerance, atol=tolerance)
         assert_same_parameters(model, expected, tolerance=tolerance)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("clip", [clip_grad_norm_, TORCHS])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_experts_that_tensor_parallelism_cuts_too_train_as_one_process(num_shards, clip):
+    """Each expert is cut over two ranks that share a batch, and experts are spread over the data ranks."""
+    mesh = init_device_mesh("cpu", (num_shards, 2 // num_shards, 2), mesh_dim_names=("edp", "ep", "tp"))
+    dp = mesh["edp", "ep"]._flatten("dp")
+    model, expected = mixture(), mixture()
+    model.experts.mesh, model.experts.tp = mesh["ep"], mesh["tp"]
+    for name, param in [*model.experts.named_parameters()]:
+        cut = [Shard(0), Shard(param.ndim - 1)]
+        model.experts.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh["ep", "tp"], cut)))
+    fully_shard(model.experts, mesh=mesh["edp"])
+    fully_shard(model, mesh=dp)
+    norms = train(model, dp.get_local_rank(), 2, clip)
+    torch.testing.assert_close(norms, train(expected, 0, 1, TORCHS), rtol=1e-5, atol=1e-5)
+    assert_same_parameters(model, expected, tolerance=1e-5)
 
 
 @distributed(world_size=4)

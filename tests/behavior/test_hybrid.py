@@ -24,6 +24,7 @@ from fsdp_compose import (
     keep_unsharded,
     no_sync,
     record_collectives,
+    replicate,
     set_requires_all_reduce,
     summon_full_params,
 )
@@ -404,6 +405,37 @@ def train_on_a_part_of_the_ranks() -> None:
     train(model, sgd, share=share, steps=2)
     train(reference, sgd, steps=2)
     assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "hybrid"])
+@distributed(world_size=4, fresh=True)
+def test_a_loss_on_a_parameter_whose_mesh_equals_one_of_which_a_process_group_is_gone(kind):
+    """The models of the first round live on: nothing that was made for them may serve the second."""
+    rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    lasting, kept = own_group(columns), []
+    for _ in range(2):
+        group = own_group([[0, 1, 2, 3]] if kind == "replicated" else rows)
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, bias=False)
+        expected = (16 * model.weight.square().sum()).sqrt()
+        if kind == "replicated":
+            replicate(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        else:
+            mesh = DeviceMesh.from_group([group, lasting], "cpu", mesh=columns, mesh_dim_names=NAMES)
+            fully_shard(model, mesh=mesh)
+        whole = model.weight.full_tensor()
+        (4 * whole).norm().backward()
+        grad = model.weight.grad.full_tensor()
+        assert torch.allclose(grad, 16 * whole / expected)
+        kept.append(model)
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+def own_group(parts: list[list[int]]) -> dist.ProcessGroup:
+    """A new process group of this rank, of those with these ranks."""
+    made = [dist.new_group(ranks) for ranks in parts]
+    return made[[dist.get_rank() in ranks for ranks in parts].index(True)]
 
 
 # ---- checkpoints

@@ -213,6 +213,29 @@ def test_a_plan_is_kept_while_names_shapes_and_placements_are_the_same():
             del compared[1:]
 
 
+@pytest.mark.parametrize("make", [offloaded, flat, unsharded])
+@distributed(world_size=2)
+def test_saves_before_and_after_the_first_step(make):
+    """No plan is kept from when parameters had no optimizer state yet, nor from when they had."""
+    folder, saver = shared_folder(), Saver()
+    model, optimizer = make()
+    for i in range(4):
+        if i == 1 and make is not flat:  # some have a state
+            for param in [*model.parameters()][::2]:
+                param.grad = torch.zeros_like(param)
+            optimizer.step()
+            model.zero_grad()
+        elif i == 3:
+            optimizer.state.clear()
+        elif i:
+            train(model, optimizer, 1)
+        expected = snapshot(model, optimizer)
+        saver.save(state_of(model, optimizer), folder / f"{i}").result()
+        if i == 2:
+            assert_holds(folder / f"{i}", expected, make)
+    saver.close()
+
+
 @distributed(world_size=2)
 def test_the_copy_is_as_large_as_this_ranks_part_and_made_once():
     folder = shared_folder()

@@ -509,6 +509,8 @@ def leaves(state: Any) -> dict[str, Any]:
 
 # ---- on every rank
 
+# A step looks on each rank alone, which names the first of its groups that were moved.
+FLAT_VIEWS_LAG = "Flat views follow only at the next forward"
 # Words of the errors with which a program may be refused, on every rank alike: its ranks run different groups, a loss
 # term leaves the model where it is not looked for, or a parameter was changed between a forward and its backward by a
 # write of which autograd knows nothing; a graph breaks between the modules of a group.
@@ -516,7 +518,7 @@ REFUSALS = (
     "the ranks issued different collectives",
     "without passing its module's outputs",
     "without passing any of its module's",
-    "Flat views follow only at the next forward",
+    FLAT_VIEWS_LAG,
     "between a forward and its backward, so the gradients would be wrong",
     "which torch.compile runs in a graph",
     "a graph runs only some of the modules of the fully_shard group",
@@ -562,7 +564,8 @@ def run_on_every_rank(program: Program, generation: int, report: str) -> None:
     """Run ``program``; the first rank writes to the file ``report`` what went wrong. Called on every rank."""
     differences, error = [], ""
     try:
-        runner = Runner(program, _meshes_of(generation), Path(report).parent)
+        # A program that fails may leave a save under way; the next one has another generation.
+        runner = Runner(program, _meshes_of(generation), Path(report).parent / f"saves-{generation}")
         differences = runner.differences
         runner.run()
     except ImpossibleError:
@@ -570,7 +573,7 @@ def run_on_every_rank(program: Program, generation: int, report: str) -> None:
     except Exception as raised:
         error = "".join(traceback.format_exception(raised, limit=-5))
         if isinstance(raised, RuntimeError) and any(words in str(raised) for words in REFUSALS):
-            error = f"refused: {raised}"
+            error = f"refused: {FLAT_VIEWS_LAG if FLAT_VIEWS_LAG in str(raised) else raised}"
         elif DIVERGED in str(raised) and any(part.kind == "switch" for part in parts_of(program.root)):
             error = f"refused: {DIVERGED}"
     outcomes: list[Any] = [None] * dist.get_world_size()

@@ -275,6 +275,29 @@ _TERM_BEFORE_A_MOVE = Program(
     hooks=((0, ON_GRADIENT),),
 )
 
+# The same, but the parameter moves to a group on another mesh.
+_TERM_BEFORE_ANOTHER_MESH = Program(
+    root=Part(
+        "auxiliary",
+        children=(
+            Part("sum", children=(Part("linear"), Part("linear")), together=True),
+            Part("local loss", children=(Part("linear"), Part("linear")), together=True),
+            Part("local loss", children=(Part("linear"),), together=True),
+        ),
+        group=Group(way="one column"),
+    ),
+    actions=(Action("train", at=3, term="product before forward"),),
+    ties=((1, 3),),
+)
+
+# Loading by assignment exchanges parameters whose root never ran, and which have hooks.
+_HOOK_BEFORE_ASSIGNMENT = Program(
+    root=Part("chain", children=(Part("nothing"),)),
+    actions=(Action("edit", how="load by assignment"), Action("train", term="norm")),
+    second_root=0,
+    hooks=((2, ON_GRADIENT),),
+)
+
 # A graph has computed the gradient of a parameter that is frozen since: the norm must not know of it.
 _FROZEN_BEFORE_BACKWARD = Program(
     root=Part("chain", children=(Part("linear"), Part("again"), Part("linear"))),
@@ -332,6 +355,8 @@ def check_random_programs(world_size: int, num_programs: int, report: Path, comp
     @example(_STAYS_UNSHARDED)
     @example(_LAGS)
     @example(_TERM_BEFORE_A_MOVE)
+    @example(_TERM_BEFORE_ANOTHER_MESH)
+    @example(_HOOK_BEFORE_ASSIGNMENT)
     @example(_FROZEN_BEFORE_BACKWARD)
     @example(_NUMBER_EDITED)
     @given(_programs)
