@@ -320,12 +320,12 @@ def _signature(planner: SavePlanner) -> list[Any] | None:
     """Return what the plan for a state depends on; ``None`` if a value makes its own."""
     found: list[Any] = [planner.share, planner.mappings]
     for key, value in planner.state_dict.items():
-        if isinstance(value, torch.Tensor) and "__create_write_items__" in value.__dict__:
-            return None  # of a parameter without optimizer state as yet
+        # What stands for the state of a parameter that no optimizer has stepped yet is saved in another way.
+        is_pending = isinstance(value, torch.Tensor) and "__create_write_items__" in value.__dict__
         if isinstance(value, DTensor):
-            found.append((key, type(value), value.shape, value.dtype, value.device_mesh, value.placements))
+            found.append((key, type(value), value.shape, value.dtype, value.device_mesh, value.placements, is_pending))
         elif isinstance(value, torch.Tensor):
-            found.append((key, type(value), value.shape, value.dtype))
+            found.append((key, type(value), value.shape, value.dtype, is_pending))
             if says_what_it_holds(value):
                 return None
         elif hasattr(value, "__create_write_items__"):
