@@ -174,7 +174,7 @@ MOVES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("move", MOVES)
 @distributed(world_size=2)
 def test_hooks_on_gradients_outlive_a_move_of_their_parameter(move, trained, registered):
-    """Of a loss on the parameter alone, whose gradient does not come with that of its group."""
+    """The loss uses the parameter itself, so its gradient does not come with those of its group."""
     model, _ = stacks()
     if trained:
         mean_square(model, local_part(rows(0))).backward()
