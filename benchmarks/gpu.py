@@ -1,9 +1,11 @@
 """Training steps on one accelerator, fsdp_compose and FSDP2: tokens per second, memory, the share of copies.
 
 Llama-3-like blocks in bf16, reduction in fp32, under two process groups: ``fake`` with 64 ranks (one GPU does what one
-of 64 would, but waits for no other), and the real backend with one rank. Eager, and compiled block by block.
+of 64 would, but waits for no other), and the real backend with one rank. Eager, and compiled block by block. With
+``--systems`` also ours with a limit to what is unsharded at a time, and with gathers and reductions in int8: that shows
+what encoding takes on the device, since nothing is sent.
 
-- tokens/s: both systems in one process, step by step in turn, medians, each step between device synchronisations.
+- tokens/s: all systems in one process, step by step in turn, medians, each step between device synchronisations.
 - memory: each system in a process of its own, so that the caching allocator sees nothing else: peak allocated bytes,
   and reserved bytes, which must not move between the first and the last of ``--steps`` steps.
 - copies: the share of the device time of a step that goes to copying operators, by torch's profiler.
@@ -19,7 +21,6 @@ allocator hands out in a step (``memory.py``), and nothing is reserved.
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import json
 import os
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -45,6 +47,11 @@ from report import column
 from systems import FSDP2, OURS, PRECISIONS, wrap
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_compose import set_wire_formats
+
+OURS_INT8 = f"{OURS} int8"
+LIMITS = {f"{OURS} limit {number}": f"{number} groups" for number in (1, 2)}
+SYSTEMS = (FSDP2, OURS, OURS_INT8, *LIMITS)
 GROUPS = {"fake": 64, "real": 1}  # process group: ranks
 MODES = ("eager", "compiled")
 SPEED_GOAL, MEMORY_GOAL, COPY_GOAL = 1.05, 0.95, 0.4
@@ -62,6 +69,7 @@ class Case:
     num_blocks: int
     vocabulary: int
     steps: int
+    systems: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -93,14 +101,19 @@ class Row:
 class Training:
     """One system at work on one device."""
 
-    def __init__(self, base: Llama, system: str, case: Case) -> None:
-        model = copy.deepcopy(base).to(DEVICE)
+    def __init__(self, system: str, case: Case) -> None:
+        torch.manual_seed(0)
+        with DEVICE:
+            model = Llama(case.dim, case.num_blocks, case.vocabulary)
         if case.mode == "compiled":
             for block in model.blocks:
                 block.compile()
-        self.model = wrap(model, system, PRECISIONS["bf16/fp32"])
+        options = {"limit_unsharded_bytes": LIMITS[system]} if system in LIMITS else {}
+        self.model = wrap(model, FSDP2 if system == FSDP2 else OURS, PRECISIONS["bf16/fp32"], **options)
+        if system == OURS_INT8:
+            set_wire_formats(self.model, all_gather="int8", reduce_scatter="int8")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
-        self.tokens = torch.randint(base.vocabulary, (1, case.sequence), device=DEVICE)
+        self.tokens = torch.randint(case.vocabulary, (1, case.sequence), device=DEVICE)
 
     def step(self) -> None:
         logits = self.model(self.tokens)
@@ -114,9 +127,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def measure_speed(base: Llama, case: Case) -> dict[str, Any]:
+def measure_speed(case: Case) -> dict[str, Any]:
     """Median seconds of a step, and the device time of copies and of everything, for each system."""
-    trainings = {system: Training(base, system, case) for system in (FSDP2, OURS)}
+    trainings = {system: Training(system, case) for system in case.systems}
     for training in trainings.values():
         for _ in range(WARM_UP_STEPS):
             training.step()
@@ -148,9 +161,9 @@ def _device_time(training: Training) -> dict[str, float]:
     return {"copies_us": sum(time for key, time in times.items() if key in COPIES), "all_us": sum(times.values())}
 
 
-def measure_memory(base: Llama, case: Case, system: str) -> dict[str, Any]:
+def measure_memory(case: Case, system: str) -> dict[str, Any]:
     """Peak and reserved bytes of every step after the warm-up."""
-    training = Training(base, system, case)
+    training = Training(system, case)
     if HAS_GPU:
         torch.cuda.empty_cache()  # where the whole model was before it was sharded
     for _ in range(WARM_UP_STEPS):
@@ -176,7 +189,6 @@ def measure_memory(base: Llama, case: Case, system: str) -> dict[str, Any]:
 
 def run_child(case: Case, whats: list[str]) -> dict[str, Any]:
     """In a process of its own, with a GPU: each of ``whats`` is "speed", or the system whose memory is measured."""
-    torch.manual_seed(0)
     random.seed(0)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch, about its own use of its own functions
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # FSDP2, about the head's output
@@ -190,10 +202,7 @@ def run_child(case: Case, whats: list[str]) -> dict[str, Any]:
     else:
         backend = "cpu:gloo,cuda:nccl" if HAS_GPU else "gloo"
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
-    base = Llama(case.dim, case.num_blocks, case.vocabulary)
-    answers = {
-        what: measure_speed(base, case) if what == "speed" else measure_memory(base, case, what) for what in whats
-    }
+    answers = {what: measure_speed(case) if what == "speed" else measure_memory(case, what) for what in whats}
     dist.destroy_process_group()
     return answers
 
@@ -202,11 +211,11 @@ def run_child(case: Case, whats: list[str]) -> dict[str, Any]:
 
 
 def measure(case: Case) -> list[Row]:
-    whats = ["speed", FSDP2, OURS]
+    whats = ["speed", *case.systems]
     # The CPU allocator is asked about single steps, so there this process will do.
     runs = [_in_child(case, [what]) for what in whats] if HAS_GPU else [run_child(case, whats)]
     speed, *memories = [answers[what] for answers in runs for what in answers]
-    memory = dict(zip((FSDP2, OURS), memories, strict=True))
+    memory = dict(zip(case.systems, memories, strict=True))
 
     def row(system: str) -> Row:
         ours, reference = speed[system], speed[FSDP2]
@@ -227,7 +236,7 @@ def measure(case: Case) -> list[Row]:
             copy_ratio=ours["copies_us"] / reference["copies_us"] if reference["copies_us"] else None,
         )
 
-    return [row(system) for system in (FSDP2, OURS)]
+    return [row(system) for system in case.systems]
 
 
 def _in_child(case: Case, whats: list[str]) -> dict[str, Any]:
@@ -242,6 +251,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", help="tokens of a step (default: 2048 8192)")
     parser.add_argument("--groups", choices=GROUPS, nargs="+", default=[*GROUPS])
+    parser.add_argument(
+        "--systems", choices=SYSTEMS[1:], nargs="+", default=[OURS], help=f"beside {FSDP2} (default: {OURS})"
+    )
     parser.add_argument("--modes", choices=MODES, nargs="+", help="default: eager and compiled; --quick: eager")
     parser.add_argument("--dim", type=int, help="width of the model (default: 4096)")
     parser.add_argument("--blocks", type=int, help="of the model (default: 8)")
@@ -269,7 +281,8 @@ def main() -> None:
         whats, answer = given.pop("whats"), Path(given.pop("answer"))
         answer.write_text(json.dumps(run_child(Case(**given), whats)))
         return
-    first = Case("", "", 0, options.dim, options.blocks, options.vocabulary, options.steps)
+    systems = [FSDP2, *options.systems]
+    first = Case("", "", 0, options.dim, options.blocks, options.vocabulary, options.steps, systems)
     rows = []
     for group, mode, sequence in itertools.product(options.groups, options.modes, options.sequences):
         rows += measure(replace(first, group=group, mode=mode, sequence=sequence))

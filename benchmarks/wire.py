@@ -80,29 +80,31 @@ class Float8(WireFormat):
 
 @dataclass(frozen=True)
 class Codec:
+    """Times are CPU time, or on a GPU those of its kernels."""
+
     format: str = column("format")
-    encode: float = column("encode, ms a MiB", ".3f")
-    decode: float = column("decode", ".3f")
-    add: float = column("decode and add", ".3f")
-    copy: float = column("a copy", ".3f")
+    encode: float = column("encode, ms a MiB", ".4f")
+    decode: float = column("decode", ".4f")
+    add: float = column("decode and add", ".4f")
+    copy: float = column("a copy", ".4f")
     error: float = column("relative error", ".5f")
     error_of_tails: float = column("with heavy tails", ".5f")  # Student's t, 3 degrees of freedom
 
 
 def codecs(quick: bool) -> list[Codec]:
-    numel = 1 << (18 if quick else 22)
-    source, out = torch.randn(numel), torch.zeros(numel)
-    tails = source / torch.randn(3, numel).square().mean(0).sqrt()
+    is_cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if is_cuda else "cpu")
+    numel = 1 << (18 if quick else 27 if is_cuda else 22)
+    source, out = torch.randn(numel, device=device), torch.zeros(numel, device=device)
+    tails = source / torch.randn(3, numel, device=device).square().mean(0).sqrt()
     rows = []
     for encoding in (Bfloat16(), Int8(), Float8()):
-        packed = torch.zeros(encoding.nbytes(numel), dtype=torch.uint8)
+        packed = torch.zeros(encoding.nbytes(numel), dtype=torch.uint8, device=device)
 
         def best(action: Callable[[], object]) -> float:
             times = []
             for _ in range(3 if quick else 15):
-                began = time.thread_time()
-                action()
-                times.append(time.thread_time() - began)
+                times.append(_device_time(action) if is_cuda else _cpu_time(action))
             return 1e3 * min(times) / (source.nbytes / MIB)
 
         encode = best(lambda: encoding.encode(source, packed))  # noqa: B023
@@ -111,6 +113,21 @@ def codecs(quick: bool) -> list[Codec]:
         errors = [_error(encoding, elements, packed) for elements in (source, tails)]
         rows.append(Codec(encoding.name, encode, decode, add, best(lambda: out.copy_(source)), *errors))
     return rows
+
+
+def _cpu_time(action: Callable[[], object]) -> float:
+    began = time.thread_time()
+    action()
+    return time.thread_time() - began
+
+
+def _device_time(action: Callable[[], object]) -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    action()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 def _error(encoding: WireFormat, elements: torch.Tensor, packed: torch.Tensor) -> float:

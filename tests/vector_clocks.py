@@ -218,6 +218,9 @@ class Clocks(TorchDispatchMode):
             stream.capture = 0
         self.capture_number = 0
 
+    def is_current_stream_capturing(self) -> bool:
+        return self._current.capture != 0
+
     def transport(self, inner: Transport, _: TransportRole) -> Transport:
         """Collectives of ``inner`` on a stream of their own."""
         return _Clocked(inner, self)

@@ -25,8 +25,9 @@ import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import has_saved_tensors_hooks, storage_id
+from ..comm import streams_of
 from ..errors import MisuseError, MisuseTypeError
-from ..flat import host_memory, streams_of
+from ..flat import host_memory
 
 # The attributes by which modules call a checkpoint function: of torch's ``CheckpointWrapper``, and of transformers.
 _ATTRIBUTES = ("checkpoint_fn", "_gradient_checkpointing_func")

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .._torch import non_persistent_buffers
-from ..comm import first_difference, kept_for
+from ..comm import first_difference, kept_for, streams_of
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..flat import FlatParamHandle, local_elements, local_of, streams_of
+from ..flat import FlatParamHandle, local_elements, local_of
 from ..group import never_traced, refuse_sleeping, states_to_run
 from ..optim import Path, leaves_of, map_leaves, put_leaf
 from ..ragged import note_write_of_all_ranks

@@ -64,6 +64,8 @@ from .transport import TransportWrapper as TransportWrapper
 from .transport import Work as Work
 from .transport import as_transferable as as_transferable
 from .transport import device_for as device_for
+from .transport import is_capturing as is_capturing
+from .transport import streams_of as streams_of
 from .wire import Bfloat16 as Bfloat16
 from .wire import Int8 as Int8
 from .wire import Wire as Wire

@@ -23,6 +23,21 @@ from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, g
 if TYPE_CHECKING:
     from .replicas import Replicas
 
+# ---- Streams and events: the one place they come from, which a test can replace
+
+
+def streams_of(device: torch.device) -> Any:
+    """The module with ``Stream``, ``Event``, ``stream`` and ``current_stream`` for a device (``torch.cuda``); ``None``
+    for the CPU, where everything is done once it is issued."""
+    return None if device.type == "cpu" else torch.get_device_module(device.type)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is issued now becomes a graph (CUDA's), so that the host can't wait for results."""
+    module = streams_of(device)
+    return hasattr(module, "is_current_stream_capturing") and module.is_current_stream_capturing()
+
+
 # ---- Kinds of collectives, and labels for what they carry, as errors and schedules print them.
 
 

@@ -18,7 +18,9 @@ import torch
 from .transport import Label, Transport, TransportWrapper, Work
 
 ALIGNMENT = 16  # bytes
-_CHUNK = 1 << 18  # elements that are encoded at a time: what a step of an encoding writes is read from the cache
+# Elements that are encoded at a time. On a CPU, what a step of an encoding writes is read from the cache; on a device,
+# steps are launched one by one.
+_CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 24
 
 
 # ---- Encodings
@@ -125,7 +127,10 @@ class Int8(WireFormat):
 
     def _scratch(self, plain: torch.Tensor) -> torch.Tensor:
         """Memory for a chunk, used again and again: allocating takes longer than computing."""
-        return plain.new_empty(min(plain.numel(), max(_CHUNK, self._block)), dtype=torch.float32)
+        return plain.new_empty(min(plain.numel(), self._chunk(plain)), dtype=torch.float32)
+
+    def _chunk(self, plain: torch.Tensor) -> int:
+        return max(_CPU_CHUNK if plain.device.type == "cpu" else _DEVICE_CHUNK, self._block)
 
     def _num_blocks(self, numel: int) -> int:
         return -(-numel // self._block)
@@ -139,7 +144,7 @@ class Int8(WireFormat):
             return found
         end = 4 * self._num_blocks(numel)
         scales, elements = packed[:end].view(torch.float32), packed[end:].view(torch.int8)
-        whole, step = numel // size, max(1, _CHUNK // size)
+        whole, step = numel // size, self._chunk(plain) // size
         for first in range(0, whole, step):
             last = min(whole, first + step)
             part = slice(first * size, last * size)

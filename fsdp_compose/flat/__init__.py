@@ -85,7 +85,6 @@ from .reduction import ReductionOptions as ReductionOptions
 from .shard_storage import ON_DEVICE as ON_DEVICE
 from .shard_storage import ShardStorage as ShardStorage
 from .shard_storage import host_memory as host_memory
-from .shard_storage import streams_of as streams_of
 from .sharded_param import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 from .sharded_param import ManagedParameter as ManagedParameter
 from .sharded_param import check_content as check_content

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from .._torch import foreach_copy_, foreach_mul_, foreach_zero_
-from ..comm import Transport, difference_of, give_up, loss, noticing_loss
+from ..comm import Transport, difference_of, give_up, loss, noticing_loss, streams_of
 from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, Reduction, ReplicaAverage, average_replicas
-from .shard_storage import streams_of
 
 # ---- The input of a reduction: pooled memory, and the gradients that are copied there
 
@@ -499,8 +498,9 @@ class Communicator:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure(stage.what, handle, error) from None
-            if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
-                self._wait_for_stream(self._reduce_stream)
+        # A stage without work, of one rank, has copied and divided there. The wait() of a simulated group did nothing.
+        if self._reduce_stream is not None and (work is None or handle.mesh.is_simulated):
+            self._wait_for_stream(self._reduce_stream)
         if discards:
             stage.discard()
             return

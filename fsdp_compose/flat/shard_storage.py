@@ -9,8 +9,7 @@ depends on where these are; so no other code asks. In host memory::
                          all-gather, in place       reduce-scatter [, all-reduce]
 
 Casts happen on the device. Casting in host memory first would halve the bytes to copy, but takes a CPU pass over all
-elements, for which the host would have to wait. Streams and events, and the ordered copies between host and device, are
-only here.
+elements, for which the host would have to wait. The ordered copies between host and device are only here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..comm import DataParallelMesh, Label
+from ..comm import DataParallelMesh, Label, streams_of
 from .gradient import GradientMemory, ShardedGradient
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout
@@ -29,15 +28,6 @@ from .policy import CPUOffloadPolicy
 from .reduction import Reduction, ReductionOptions
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded
-
-# ---- Streams and events: the one place they come from, which a test can replace
-
-
-def streams_of(device: torch.device) -> Any:
-    """The module with ``Stream``, ``Event``, ``stream`` and ``current_stream`` for a device (``torch.cuda``); ``None``
-    for the CPU, where everything is done once it is issued."""
-    return None if device.type == "cpu" else torch.get_device_module(device.type)
-
 
 # ---- Copies between host memory and the device that computes: their stream, their order, and when the host may look
 #

@@ -27,7 +27,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import PlainAttributes, memory_exchange, refuse_access, set_local_tensor
-from ..comm import DataParallelMesh, Label, Transport, Work
+from ..comm import DataParallelMesh, Label, Transport, Work, streams_of
 from ..ragged import writes
 from .layout import FlatLayout, full_views
 from .sharded_param import restore_attributes
@@ -77,7 +77,7 @@ class ShardSource:
         if casts or (is_alone and copies[1] is shard):
             self._copies[True] = ([*copies[0], partial(own_slice.copy_, copies[1])], own_slice)
         # On an accelerator the work of a collective of one rank still orders the copy before compute.
-        self._is_local = is_alone and flat.device.type == "cpu"
+        self._is_local = is_alone and streams_of(flat.device) is None
         self._flat, self._label = flat, label
         self.gather_by(mesh.transport)
 

@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .._torch import dtensor_spec, make_dtensor, same_storage
+from ..comm import streams_of
 from ..errors import MisuseError, MisuseTypeError
-from ..flat import FlatParamHandle, handle_of, handle_of_segment, host_memory, local_of, streams_of
+from ..flat import FlatParamHandle, handle_of, handle_of_segment, host_memory, local_of
 from ..ragged import RaggedDTensor, note_write_of_all_ranks
 from .flat_parameters import refuse_unless_elementwise
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import in_transform, same_storage, without_modes
-from ..comm import is_on
+from ..comm import is_capturing, is_on
 from ..errors import MisuseRuntimeError
 from ..flat import ON_DEVICE, FlatParamHandle, ShardStorage, local_of
 from ..group import (
@@ -45,8 +45,9 @@ def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: Group
         use: ``None`` in the default mode without grad mode.
     """
     progress, mode = state.progress, use is None
-    # Inside a torch.func transform, and before the last of the group's modules, the check moves to the next use.
-    if in_transform() or progress.pending_modules - {id(module)}:
+    # Inside a torch.func transform, while a graph is captured, and before the last of the group's modules, the check
+    # moves to the next use.
+    if in_transform() or is_capturing(state.mesh.device) or progress.pending_modules - {id(module)}:
         progress.uses_left[mode] = 1
         return
     # Reading a shard at every use would cost too much. All ranks count alike, from the first forward and again from an
