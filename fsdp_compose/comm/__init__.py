@@ -37,6 +37,7 @@ from .mesh import device_of_mesh as device_of_mesh
 from .mesh import joined_mesh as joined_mesh
 from .mesh import mesh_of_this_rank as mesh_of_this_rank
 from .mesh import replicated_mesh as replicated_mesh
+from .mesh import stay_on_cpu as stay_on_cpu
 from .replicas import Replicas as Replicas
 from .replicas import ReplicaTransport as ReplicaTransport
 from .replicas import agree_between as agree_between

@@ -56,6 +56,7 @@ class _Made:
     # times must still agree on the same process groups.
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
     alone: dist.ProcessGroup | None = None  # of this rank alone
+    is_on_cpu: bool = False  # ``default_mesh`` is, in any case
     # Meshes are referred to weakly: a mesh holds its process group, which has connections and threads.
     joined: weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = field(
         default_factory=weakref.WeakValueDictionary
@@ -481,14 +482,21 @@ def default_mesh() -> DeviceMesh:
     """Return a mesh of all ranks, on the accelerator that the process group serves, else on the CPU."""
     world, device_type = dist.group.WORLD, "cpu"
     assert world is not None, "the caller has checked"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    made = kept_for(world, _Made)
+    accelerator = None if made.is_on_cpu else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
         device_type = accelerator.type
-    known = kept_for(world, _Made).default_meshes
-    mesh = known.get(device_type)
+    mesh = made.default_meshes.get(device_type)
     if mesh is None:
-        mesh = known[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
+        mesh = made.default_meshes[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
     return mesh
+
+
+def stay_on_cpu() -> None:
+    """Let ``default_mesh`` be on the CPU in the present process group, whatever this machine has: for simulations."""
+    world = dist.group.WORLD
+    assert world is not None, "the caller has made it"
+    kept_for(world, _Made).is_on_cpu = True
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:

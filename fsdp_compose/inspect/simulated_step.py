@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._torch import fake_store, refuse_access, watched_storages
-from ..comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE_SCATTER, Label, Transport, Work
+from ..comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE_SCATTER, Label, Transport, Work, stay_on_cpu
 from ..errors import MisuseError, MisuseRuntimeError
 from ..group import states_to_run
 from ..optim import Matrixwise, Muon
@@ -158,6 +158,7 @@ def simulate(
     if freezes:
         gc.freeze()  # what is older than the model takes no time in the collections below
     try:
+        stay_on_cpu()
         return _Simulation(world_size, note).run(build, make_optimizer)
     finally:
         gc.collect()  # models are cycles: the memory is needed for the next

@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fsdp_compose
 from fsdp_compose import MixedPrecisionPolicy, trace
 from fsdp_compose.flat import FlatParamHandle
 from fsdp_compose.flat.collectives import Communicator
@@ -81,6 +82,21 @@ def test_training_equals_training_on_the_cpu():
     with process_group("nccl"):
         ours, reference = Training("fp64", DEVICE, base), Training("fp64", "cpu", base)
         assert ours.run() == pytest.approx(reference.run(), abs=1e-6)
+        for shard, expected in zip(ours.shards(), reference.shards(), strict=True):
+            torch.testing.assert_close(shard, expected, atol=1e-6, rtol=0)
+
+
+def test_a_model_that_is_compiled_as_a_whole_trains_as_on_the_cpu():
+    base = GPT()
+    with process_group("nccl"):
+        ours, reference = Training("fp64", DEVICE, base), Training("fp64", "cpu", base)
+        run = fsdp_compose.compile(ours.model)
+        for batch, same in zip(ours.batches, reference.batches, strict=True):
+            loss = gpt_loss(run, batch)
+            loss.backward()
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+            assert loss.item() == pytest.approx(reference.step(same).item(), abs=1e-6)
         for shard, expected in zip(ours.shards(), reference.shards(), strict=True):
             torch.testing.assert_close(shard, expected, atol=1e-6, rtol=0)
 

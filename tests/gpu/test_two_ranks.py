@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import fsdp_compose
 from fsdp_compose import (
     CPUOffloadPolicy,
     clip_grad_norm_,
@@ -46,14 +44,16 @@ def replicated(model: GPT) -> Any:
     return replicate(model, mesh=mesh_of(2))
 
 
+def limited(model: GPT) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh_of(2))
+    return fully_shard(model, mesh=mesh_of(2), limit_unsharded_bytes="1 groups")
+
+
 def functional(model: GPT) -> Any:
     sharded()(model)
     set_functional_mode(model)
     return model
-
-
-def compiled(model: GPT) -> Any:
-    return fsdp_compose.compile(sharded()(model))
 
 
 def blocks_compiled(model: GPT) -> Any:
@@ -70,14 +70,8 @@ def inputs_in_host_memory(model: GPT) -> Any:
     return model
 
 
-def tensor_parallel(model: GPT) -> Any:
-    mesh = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
-
-
+# Not tensor parallelism, nor the whole model as a graph: their collectives are operators, which crash with gloo and
+# memory of a device (torch 2.13).
 WAYS: dict[str, Callable[[GPT], Any]] = {
     "default": sharded(),
     "no resharding": sharded(reshard_after_forward=False),
@@ -90,9 +84,7 @@ WAYS: dict[str, Callable[[GPT], Any]] = {
     "replicate": replicated,
     "functional": functional,
     "blocks compiled": blocks_compiled,
-    "compiled": compiled,
     "inputs in host memory": inputs_in_host_memory,
-    "tensor parallel": tensor_parallel,
 }
 
 
@@ -100,10 +92,8 @@ def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor().cpu() for name, value in get_model_state_dict(model).items()}
 
 
-def steps(
-    model: torch.nn.Module, run: Any, rank: int, size: int, device: str = DEVICE, num_micro: int = 1
-) -> list[float]:
-    """Mean losses of all ranks, each of which has a part of each batch. ``run``: the model, or what calls it."""
+def steps(model: torch.nn.Module, rank: int, size: int, device: str = DEVICE, num_micro: int = 1) -> list[float]:
+    """Mean losses of all ranks, each of which has a part of each batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for batch in batches(6):
@@ -111,9 +101,9 @@ def steps(
             part = batch.chunk(num_micro)[micro].chunk(size)[rank].to(device)
             if micro + 1 < num_micro:
                 with no_sync(model):
-                    (gpt_loss(run, part) / num_micro).backward()
+                    (gpt_loss(model, part) / num_micro).backward()
                 continue
-            loss = gpt_loss(run, part)
+            loss = gpt_loss(model, part)
             (loss / num_micro).backward()
         clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -146,11 +136,9 @@ def test_they_train_as_one_without_sharding(way, num_micro):
         torch.cuda.set_device(0)
     torch.manual_seed(0)
     base = GPT().double().to(DEVICE)
-    model = copy.deepcopy(base)
-    run = WAYS[way](model)
+    model = WAYS[way](copy.deepcopy(base))
     expected = unsharded_steps(base, num_micro)
-    is_parallel = way == "tensor parallel"
-    found = steps(model, run, *((0, 1) if is_parallel else (dist.get_rank(), 2)), num_micro=num_micro)
+    found = steps(model, dist.get_rank(), 2, num_micro=num_micro)
     assert found == pytest.approx(expected, abs=1e-6)  # the loss is fp32
     for name, value in parameters(model).items():
         torch.testing.assert_close(value, base.state_dict()[name].cpu(), atol=1e-9, rtol=0)
@@ -165,5 +153,5 @@ def test_what_is_rounded_on_the_wire_is_rounded_as_on_the_cpu(formats):
         model = copy.deepcopy(base).to(device)
         shard_layers(model, mesh=init_device_mesh(device, (2,)))
         set_wire_formats(model, all_gather=formats[0], reduce_scatter=formats[1])
-        found.append(steps(model, model, dist.get_rank(), 2, device))
+        found.append(steps(model, dist.get_rank(), 2, device))
     assert found[0] == pytest.approx(found[1], abs=2e-3)  # an element near the middle of two may be rounded otherwise

@@ -95,6 +95,19 @@ def test_the_collectives_of_a_step_are_those_of_the_groups():
     assert gathers[0].sent_bytes == gathers[0].nbytes * 3 // 4
 
 
+def test_a_machine_with_an_accelerator_makes_no_difference(monkeypatch):
+    expected = plan(Net, 4, batch=2, seq=16)
+
+    def current_accelerator(**_: bool) -> torch.device | None:
+        is_ours = sys._getframe(1).f_globals["__name__"].startswith("fsdp_compose")
+        return torch.device("cuda") if is_ours else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    found = plan(Net, 4, batch=2, seq=16)
+    assert found.worlds[0].moments == expected.worlds[0].moments
+    assert found.worlds[0].collectives == expected.worlds[0].collectives
+
+
 def test_activations_are_those_that_backward_needs():
     def of_one_linear() -> tuple[nn.Module, partial]:
         x = torch.zeros(1024, WIDTH)
