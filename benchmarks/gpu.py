@@ -286,7 +286,8 @@ def main() -> None:
     rows = []
     for group, mode, sequence in itertools.product(options.groups, options.modes, options.sequences):
         rows += measure(replace(first, group=group, mode=mode, sequence=sequence))
-    result = report.Report("gpu", {"device": DEVICE.type, "dim": options.dim, "num_blocks": options.blocks}, rows)
+    sizes = {"dim": options.dim, "num_blocks": options.blocks, "vocabulary": options.vocabulary}
+    result = report.Report("gpu", {"device": DEVICE.type, **sizes}, rows)
     print(
         f"{torch.cuda.get_device_name() if HAS_GPU else 'CPU, a smoke test: its times mean nothing'}; "
         f"{options.blocks} blocks of width {options.dim}, {options.steps} steps. Goals, to FSDP2: tokens/s >= "

@@ -4,6 +4,7 @@
     python benchmarks/tuning.py --what measured --hardware machine.toml
     python benchmarks/tuning.py --what measured --hardware machine.toml --processes 4 --gbit 1   # between pairs
     python benchmarks/tuning.py --what published
+    python benchmarks/tuning.py --what gpu --hardware gpu.toml --measured runs/benchmarks/gpu.json  # of gpu.py
     python benchmarks/tuning.py --quick
 
 ``measured``: models that ``calibrate`` has not seen, each with several settings, which take turns, in another order
@@ -14,6 +15,9 @@ lets collectives between the two halves of the processes wait as long as such a 
 ``published``: tokens per second and GPU of torchtitan's and llm-foundry's reports, whose models are run dry. The
 hardware is the preset, but for torchtitan's H100s, which are said to have 2.4 TB/s and 500 W (0.8 of the rates), and
 for the software of 2023, whose efficiency is fitted to one of its runs, MPT 7B.
+
+``gpu``: the steps that ``gpu.py`` has measured on one GPU, with the file that ``calibrate`` has written there, or with
+a preset. Collectives take no time: one rank has none, and those of the fake process group move nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +41,17 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from gpu import GROUPS
 from models import GPT, Llama
 from processes import run_on_ranks, time_in_turn
 from report import column
+from systems import OURS, PRECISIONS, wrap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from wire import Link, Throttled
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, plan, set_transport
 from fsdp_compose.tuning import PRESETS, Hardware, Level, Network, Setting, apply_setting, read_hardware, schedule
+from fsdp_compose.tuning import hardware_of as hardware_from
 
 # ---- Measured
 
@@ -324,10 +331,56 @@ def published_row(run: Run) -> Published:
     return Published(what, run.ranks, run.hardware, *figures, run.source)
 
 
+# ---- One GPU
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    group: str = column("group")
+    mode: str = column("mode")
+    sequence: int = column("sequence")
+    measured_ms: float = column("measured ms", ".1f")
+    predicted_ms: float = column("predicted ms", ".1f")
+    error: float = column("error", "+.1%")
+    measured_mib: float = column("peak, MiB", ".0f")
+    predicted_mib: float = column("predicted", ".0f")
+    memory_error: float = column("error ", "+.1%")
+
+
+def gpu_rows(measured: Path, hardware: Hardware) -> list[OnGpu]:
+    found = json.loads(measured.read_text())
+    sizes = [found["settings"][name] for name in ("dim", "num_blocks", "vocabulary")]
+    device, free = hardware.device, Network((Level(0, float("inf"), 0.0),), 0.0)
+    rows = []
+    for row in found["rows"]:
+        if row["system"] == OURS:
+            world = plan(
+                partial(_built_for_gpu, *sizes, row["sequence"]), GROUPS[row["group"]], optimizer=adamw
+            ).worlds[0]
+            step = schedule(world.events, device, free, is_compiled=row["mode"] == "compiled").seconds
+            seconds, mib = row["sequence"] / row["tokens_per_s"], world.peak.nbytes / 2**20
+            times, peaks = (
+                (1e3 * seconds, 1e3 * step, step / seconds - 1),
+                (row["peak_mib"], mib, mib / row["peak_mib"] - 1),
+            )
+            rows.append(OnGpu(row["group"], row["mode"], row["sequence"], *times, *peaks))
+    return rows
+
+
+def _built_for_gpu(dim: int, num_blocks: int, vocabulary: int, sequence: int) -> Any:
+    with torch.device("meta"):
+        model = Llama(dim, num_blocks, vocabulary)
+    tokens = torch.zeros(1, sequence, dtype=torch.int64)
+    return wrap(model, OURS, PRECISIONS["bf16/fp32"]), lambda made: F.cross_entropy(
+        made(tokens).flatten(0, 1).float(), tokens.flatten()
+    )
+
+
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--what", choices=["measured", "published", "all"], default="all")
-    parser.add_argument("--hardware", type=Path, help="the file that calibrate wrote; default: calibrates now")
+    parser.add_argument("--what", choices=["measured", "published", "gpu", "all"], default="all")
+    parser.add_argument("--hardware", help="the file that calibrate wrote (default: calibrates now); gpu: or a preset")
+    parser.add_argument("--measured", type=Path, help="gpu: the file that gpu.py wrote")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gbit", type=float, default=0.0, help="of the network between the two halves; 0: none")
     parser.add_argument("--rounds", type=int, default=9)
@@ -340,6 +393,10 @@ def main() -> None:
         found = report.Report("tuning", own, rows)
         print(found.table(), "\n", report.Report("tuning_within", own, within(rows)).table(), sep="\n")
         found.write(options.out, report.bars("setting", "error", by="model"))
+    if options.what == "gpu":
+        found = report.Report("tuning_gpu", {}, gpu_rows(options.measured, hardware_from(options.hardware)))
+        print(found.table())
+        found.write(options.out, report.bars("sequence", "error", by="group"))
     if options.what in ("published", "all"):
         runs = [published_row(run) for run in (RUNS[:1] if options.quick else RUNS)]
         found = report.Report("tuning_published", {}, runs)

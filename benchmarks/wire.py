@@ -179,6 +179,10 @@ class Throttled(TransportWrapper):
         work = super().reduce_scatter(shard, whole, is_average, label)
         return self._through(work, whole.nbytes // self.group.size() * (self.group.size() - 1))
 
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        work = super().all_reduce(tensor, is_average, label)
+        return self._through(work, 2 * tensor.nbytes // self.group.size() * (self.group.size() - 1))
+
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *arguments: Any) -> Work:
         return self._through(super().all_to_all(received, sent, *arguments), sent.nbytes)
 

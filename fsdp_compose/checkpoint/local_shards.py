@@ -190,7 +190,7 @@ class Shards:
             found[_NUMBERS] = _as_tensor(json.dumps({item.name: item.numbers for item in leaves}))
             for kind in {tensor.device for tensor in found.values()}:  # steps may run on a stream of their own
                 module = streams_of(kind)
-                if module is not None and kind.type != "meta":
+                if module is not None:
                     module.synchronize(kind)
             return {key: tensor.detach().to(device or tensor.device, copy=True) for key, tensor in found.items()}
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 def streams_of(device: torch.device) -> Any:
     """The module with ``Stream``, ``Event``, ``stream`` and ``current_stream`` for a device (``torch.cuda``); ``None``
-    for the CPU, where everything is done once it is issued."""
-    return None if device.type == "cpu" else torch.get_device_module(device.type)
+    for the CPU, where everything is done once it is issued, and for the meta device, where nothing is."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
 
 
 def is_capturing(device: torch.device) -> bool:

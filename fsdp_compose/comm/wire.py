@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .transport import Label, Transport, TransportWrapper, Work
+from .transport import Label, Transport, TransportWrapper, Work, streams_of
 
 ALIGNMENT = 16  # bytes
 # Elements that are encoded at a time. On a CPU, what a step of an encoding writes is read from the cache; on a device,
@@ -284,7 +284,7 @@ def _add_up(encoding: WireFormat, received: Sequence[torch.Tensor], out: torch.T
 def finish_with(work: Work, device: torch.device, finish: Callable[[], object], held: object = None) -> Work:
     """A work that ends with ``finish``, which must not mind to be called again; ``held``: memory that is read until
     then."""
-    if device.type == "cpu":
+    if streams_of(device) is None:
         return _Finishing(work, finish, held)
     # Here, on the side stream, so that it runs while the compute stream is busy.
     work.wait()
@@ -311,7 +311,7 @@ class _OnStream:
     __slots__ = ("_device", "_event", "_module")
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = torch.get_device_module(device.type)
+        self._module: Any = streams_of(device)
         self._device, self._event = device, self._module.Event()
         self._event.record(self._module.current_stream(device))
 
@@ -327,7 +327,7 @@ class _InTurn:
     def __init__(self, first: Work, begin: Callable[[], Work], device: torch.device) -> None:
         self._first, self._begin = first, begin
         self._second: Work | None = None
-        if device.type != "cpu":
+        if streams_of(device) is not None:
             first.wait()
             self._second = begin()
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import preserved_versions, same_storage
-from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank
+from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank, streams_of
 from ..errors import MisuseError
 from ..ragged import show_as, writes
 from .codecs import RELEASES, ExtensionCodec
@@ -249,7 +249,7 @@ class ExtendedUnsharded(Unsharded):
             self.memory.restore()
         pairs = [(part.hidden, item.view(-1)) for part, item in zip(self.memory.parts, self._inputs, strict=True)]
         # As in ``unsharded``: on an accelerator the work of one rank still orders the copy before compute.
-        if self._mesh.shard_world_size == 1 and self.memory.shown.device.type == "cpu":
+        if self._mesh.shard_world_size == 1 and streams_of(self.memory.shown.device) is None:
             for hidden, flat in pairs:
                 hidden.copy_(flat)
             return None

@@ -165,7 +165,8 @@ def apply_moves(moves: Iterable[Move]) -> None:
     Ranks: all ranks of the mesh; every parameter of these groups is all-gathered once.
     """
     moves = [*moves]
-    moved = {sharded for move in moves for sharded in move.sharded_params}
+    # In the same order on every rank, which a set of parameters would not be.
+    moved = dict.fromkeys(sharded for move in moves for sharded in move.sharded_params)
     donors = [group for group in dict.fromkeys(map(_group_of, moved)) if group is not None]
     # The old handles keep the sharded parameters' gradient hooks alive until the targets have them.
     before = [donor._handles for donor in donors]

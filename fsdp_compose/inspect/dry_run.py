@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -370,6 +371,25 @@ def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
 
 
 _HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but on meta only in bfloat16
+
+
+@contextmanager
+def norms_of_devices() -> Iterator[None]:
+    """Let RMSNorm be one operation that keeps its input and a number for each row, as on accelerators; on the CPU it is
+    several, which keep more."""
+    on_cpu = torch.rms_norm
+
+    def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
+        if _are_small([input]) or (weight is not None and weight.dtype != input.dtype):  # for that there is no kernel
+            return on_cpu(input, normalized_shape, weight, eps)
+        return torch.native_layer_norm(input, normalized_shape, weight, None, 0.0)[0]  # keeps as much
+
+    # Not a mode for torch functions: none is active while autograd recomputes a checkpointed forward.
+    torch.rms_norm = rms_norm
+    try:
+        yield
+    finally:
+        torch.rms_norm = on_cpu
 
 
 def _is_meta(device: Any) -> bool:

@@ -23,7 +23,7 @@ from ..group import states_to_run
 from ..optim import Matrixwise, Muon
 from .describe import collect
 from .diagnose import find_unreduced_parameters
-from .dry_run import DryRun, Ledger
+from .dry_run import DryRun, Ledger, norms_of_devices
 from .plan_report import (
     ACTIVATIONS,
     GATHERED,
@@ -180,7 +180,8 @@ class _Simulation:
     def run(self, build: Build, make_optimizer: OptimizerOf | None) -> WorldFacts:
         ledger = self._ledger
         refuse_access(torch.empty(0).untyped_storage(), "")  # probes torch once per process, which needs real kernels
-        with watched_storages(ledger.resized, ledger.exchanged), torch.compiler.set_stance("force_eager"), self._mode:
+        watched = watched_storages(ledger.resized, ledger.exchanged)
+        with watched, torch.compiler.set_stance("force_eager"), norms_of_devices(), self._mode:
             self._begin("building", OTHER)
             model, loss_of = build()
             self._materialize(model)

@@ -28,6 +28,7 @@ from fsdp_compose import (
     set_functional_mode,
     summon_full_params,
 )
+from fsdp_compose.comm import Int8, Wire
 from fsdp_compose.flat.shard_storage import host_copies
 from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import Muon, muon_groups
@@ -127,6 +128,13 @@ def inference(clocks: Clocks) -> None:
     steps(model, adamw(model.parameters()))
 
 
+def rounded(clocks: Clocks, **options: Any) -> None:
+    model = model_of(**options)
+    for handle in _get_fsdp_handles(model):
+        handle.change_transports(lambda transport, role: Wire(clocks.transport(transport, role), Int8(), Int8()))
+    steps(model, adamw(model.parameters()))
+
+
 def with_muon(clocks: Clocks, **options: Any) -> None:
     """In several buckets, so that one is on its way while another is computed, and results come back."""
     over_replicas = options.pop("over_replicas", False)
@@ -187,6 +195,9 @@ PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "functional": functional,
     "flat views": flat_views,
     "replicate": replicated,
+    "wire": rounded,
+    "wire, bf16": lambda clocks: rounded(clocks, mp_policy=BF16),
+    "wire, hybrid": lambda clocks: rounded(clocks, mesh=hybrid_mesh()),
     "Muon": with_muon,
     "Muon, hybrid": lambda clocks: with_muon(clocks, mesh=hybrid_mesh(), over_replicas=True),
     "exceptions": interrupted,
@@ -220,7 +231,9 @@ WAITS = {
     "wait_event in to_host": ["offload"],
     "wait_event in _let_leave": ["offloaded inputs"],
     "wait_stream in to_device": ["offloaded inputs"],
-    "wait_event in wait": ["offloaded inputs", "offloaded inputs, dropped"],
+    "wait_event in wait": ["offloaded inputs", "offloaded inputs, dropped", "wire"],
+    "wait in finish_with": ["wire", "wire, bf16"],  # before decoding
+    "wait in __init__": ["wire, hybrid"],  # between the two collectives of a sum over replicas
     "synchronize in synchronize": ["offload"],
     "synchronize in __del__": ["offloaded inputs"],
     "wait in _wait": ["Muon", "Muon, hybrid"],  # of the all-to-alls of a step, in either direction

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
@@ -409,3 +410,22 @@ def test_modules_that_two_groups_exchange_train_on(step):
             optimizer.zero_grad()
         for param, own in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(param.detach().full_tensor(), own.detach(), rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_size=2)
+def test_many_ties_move_in_the_same_order_on_every_rank():
+    """Each is gathered when it moves. If ranks began with different ones, of equal size, weights would be mixed up."""
+    others = [nn.Parameter(torch.empty(0)) for _ in range(400 * dist.get_rank())]
+    del others[::3]  # so that objects have other addresses, and lie in sets in another order, from rank to rank
+    pairs = [[nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "ab")) for _ in "ab"] for _ in range(8)]
+    for first, second in pairs:
+        second[0].weight = first[0].weight  # the second layers stay
+    model = nn.ModuleList(block for pair in pairs for block in pair)
+    for block in model:
+        fully_shard(block)
+    model.forward = lambda: sum(block(torch.ones(1, 4)).sum() for block in model)
+    fully_shard(model)
+    expected = {name: value.full_tensor() for name, value in get_model_state_dict(model).items()}
+    model().backward()
+    for name, value in get_model_state_dict(model).items():
+        assert torch.equal(value.full_tensor(), expected[name])

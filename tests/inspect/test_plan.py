@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,35 @@ def test_the_collectives_of_a_step_are_those_of_the_groups():
     flat_bytes = {group.name: group.flat_parameters[0].flat_bytes for group in world.layout.groups}
     assert all(item.nbytes == flat_bytes[item.group] for item in world.collectives)
     assert gathers[0].sent_bytes == gathers[0].nbytes * 3 // 4
+
+
+class Normed(nn.Module):
+    def __init__(self, make_norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(make_norm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_rms_norms_keep_their_input_alone_as_on_accelerators():
+    def peak(make_norm: Callable[[int], nn.Module]) -> int:
+        rows = torch.empty(1 << 14, WIDTH)
+        found = plan(lambda: (Normed(make_norm), lambda model: model(rows).square().mean()), 4, optimizer=None)
+        return found.worlds[0].moments[-2].nbytes
+
+    layer_norm = peak(partial(nn.LayerNorm, bias=False))
+    assert peak(nn.RMSNorm) == pytest.approx(layer_norm, rel=0.01)
+    assert layer_norm < 0.8 * peak(RmsOfParts)
+
+
+class RmsOfParts(nn.RMSNorm):
+    """Made of several operations, as on the CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
 def test_a_machine_with_an_accelerator_makes_no_difference(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 import traceback
 import warnings
@@ -89,7 +90,7 @@ class Runner:
         self.is_exact = all(param.dtype == torch.float64 for param in self.params)
         self.has_unreduced = False
         self.lagging: set[nn.Parameter] = set()  # whose gradients have been dropped by flat views only, as yet
-        self.num_forwards = self.num_saves = 0
+        self.num_forwards = 0
         self.saving: tuple[SaveFuture, Any] | None = None  # and the state at the call
 
     def hold(self, models: nn.ModuleList) -> None:
@@ -396,11 +397,10 @@ class Runner:
             return
         model, optimizer = get_state_dict(self.model, self.optimizers[0])
         state = {"model": model, "optimizer": optimizer}
-        expected, self.num_saves = copy.deepcopy(state), self.num_saves + 1
-        path = self.folder / f"save-{self.num_saves}"
+        expected = copy.deepcopy(state)
+        # Never a folder that a program before this one used: if it was refused, its last save may still be under way.
+        path = self.folder / f"save-{next(_saves)}"
         fork_writers()
-        if self.rank == 0:  # a program that was interrupted has left it
-            shutil.rmtree(path, ignore_errors=True)
         dist.barrier()
         self.saving = async_save(state, path), expected
 
@@ -526,6 +526,7 @@ REFUSALS = (
 # Where ranks run different groups, collectives may find no partners: then each rank names its own, after the timeout.
 DIVERGED = "another rank died, or did not"
 
+_saves = itertools.count()
 _meshes: dict[int, Meshes] = {}  # by generation: after a failure others are used
 _present_generation = 0
 
