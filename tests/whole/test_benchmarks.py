@@ -261,6 +261,15 @@ def test_the_accelerator_benchmark_runs_without_one(tmp_path):
         assert all(row["peaks_differ"] == 0 for row in systems.values()), "the same peak in every step"
         assert systems[OURS]["memory_ratio"] <= 1
         assert all(0 < row["copy_share"] < 1 for row in systems.values())
+    measured = tmp_path / "gpu.json"
+    predicted = run("tuning.py", tmp_path, "--what=gpu", "--hardware=h200", f"--measured={measured}")["tuning_gpu"][
+        "rows"
+    ]
+    for row in predicted:
+        (found,) = by_system(report, group=row["group"], system=OURS).values()
+        assert row["measured_ms"] == pytest.approx(16e3 / found["tokens_per_s"]) and row["predicted_ms"] > 0
+        assert row["measured_mib"] == found["peak_mib"] and row["predicted_mib"] > 0
+    assert len(predicted) == 2
 
 
 SYSTEMS = {"plain", "FSDP1", "FSDP1 flat", FSDP2, NO_COPY_OUT, NO_COPIES, OURS, "fsdp_compose flat"}
