@@ -77,16 +77,16 @@ LONGEST = (
 
 
 # What depends on torch's formats and private names: with another torch all of these are run; of those of checkpoints,
-# which are many and slow, a fifth.
+# which are many and slow, a tenth.
 OF_TORCH = ("parity", "drop_in", "private_torch", "requirements", "old_names", "torch_state_dicts")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thirtieth", type=int, help="0 to 29: of the tests that depend on torch least, this part alone")
+    parser.addoption("--sixtieth", type=int, help="0 to 59: of the tests that depend on torch least, this part alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part = config.getoption("--thirtieth")
+    part = config.getoption("--sixtieth")
     if part is not None:
         left = [item for item in items if not _is_in_part(item, part)]
         config.hook.pytest_deselected(items=left)
@@ -98,5 +98,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_in_part(item: pytest.Item, part: int) -> bool:
     if any(word in item.path.name for word in OF_TORCH):
         return True
-    of = 5 if item.path.name.startswith("test_checkpoint_") else 30
+    of = 10 if item.path.name.startswith("test_checkpoint_") else 60
     return zlib.crc32(item.nodeid.encode()) % of == part % of

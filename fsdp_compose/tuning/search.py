@@ -187,7 +187,8 @@ class _Search:
         self._node = min(hardware.network.levels[0].ranks or world_size, world_size)
         self._found: dict[Setting, Result] = {}
         self._rejected: dict[Setting, str] = {}
-        self._activations: dict[str, float] = {}  # bytes for each sequence, by what is recomputed
+        # By what is recomputed, bytes for each sequence; for all, if it is not known how many there are.
+        self._activations: dict[str, float] = {}
         self._num_runs = 0
 
     def run(self, memory: int) -> Tuning:
@@ -265,7 +266,7 @@ class _Search:
         if setting in self._found or setting in self._rejected:
             return
         state = self._state(setting, first)
-        activations = self._activations.get(setting.checkpointed, 0.0) * setting.batch
+        activations = self._activations.get(setting.checkpointed, 0.0) * (setting.batch or 1)
         if state + activations > self._limit:
             more = f", activations {bytes_of(int(activations))}" if activations else ""
             self._rejected[setting] = f"parameters, gradients and optimizer state take {bytes_of(state)}{more}"
@@ -310,10 +311,9 @@ class _Search:
             elif setting.num_batches > 1:  # gradients of earlier micro-batches
                 nbytes += kept - moment.bytes_by_kind[GRADIENTS]
             peak = max(peak, nbytes)
-        if setting.batch:
-            activations = max(moment.bytes_by_kind[ACTIVATIONS] for moment in found.moments)
-            known = self._activations.get(setting.checkpointed, math.inf)
-            self._activations[setting.checkpointed] = min(known, activations / setting.batch)
+        activations = max(moment.bytes_by_kind[ACTIVATIONS] for moment in found.moments)
+        known = self._activations.get(setting.checkpointed, math.inf)
+        self._activations[setting.checkpointed] = min(known, activations / (setting.batch or 1))
         return _Run(found, peak)
 
     def _result(self, setting: Setting, run: _Run) -> Result:
