@@ -24,7 +24,7 @@ from tests.internals import impatient
 
 SECONDS = 15
 TOLERANCE = 15  # more, on a busy machine
-NUM_PROGRAMS = 40
+NUM_PROGRAMS = int(os.environ.get("FSDP_COMPOSE_FUZZ", "5"))
 
 
 class Towers(nn.Module):
@@ -159,7 +159,7 @@ def random_calls(choose: random.Random, size: int) -> list[list[str]]:
 @pytest.mark.parametrize("is_optional", [False, True])
 def test_wherever_one_rank_leaves_all_ranks_are_told_within_seconds(tmp_path, is_optional, size):
     choose = random.Random(f"{is_optional} {size}")
-    for number in range(NUM_PROGRAMS // 4):
+    for number in range(NUM_PROGRAMS):
         calls = random_calls(choose, size)
         ends = ends_of(tmp_path / str(number), calls, is_optional)
         shown = f"{calls}: {ends}"
@@ -196,7 +196,7 @@ def be_late(rank: int, size: int, port: int, calls: list[str], is_optional: bool
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("is_optional", [False, True])
 def test_ranks_that_are_late_are_not_taken_for_ranks_that_differ(tmp_path, is_optional, size):
-    calls = random.Random(size).choices(CALLS, k=40)
+    calls = random.Random(size).choices(CALLS, k=20)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = run_forked(size, tmp_path, be_late, size, store.port, calls, is_optional, str(tmp_path), 1, timeout=240)
     assert all("END no error" in said for _, said in ranks), [said[-3000:] for _, said in ranks]
