@@ -498,7 +498,7 @@ class Communicator:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure(stage.what, handle, error) from None
-        # A stage without work, of one rank, has copied and divided there. The wait() of a simulated group did nothing.
+        # A stage without work, of one rank, has copied there. The wait() of a simulated group did nothing.
         if self._reduce_stream is not None and (work is None or handle.mesh.is_simulated):
             self._wait_for_stream(self._reduce_stream)
         if discards:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -375,12 +376,13 @@ _HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but
 
 @contextmanager
 def norms_of_devices() -> Iterator[None]:
-    """Let RMSNorm be one operation that keeps its input and a number for each row, as on accelerators; on the CPU it is
-    several, which keep more."""
-    on_cpu = torch.rms_norm
+    """On this thread, let RMSNorm be one operation that keeps its input and a number for each row, as on accelerators;
+    on the CPU it is several, which keep more."""
+    on_cpu, thread = torch.rms_norm, get_ident()
 
     def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
-        if _are_small([input]) or (weight is not None and weight.dtype != input.dtype):  # for that there is no kernel
+        has_kernel = weight is None or weight.dtype == input.dtype
+        if get_ident() != thread or _are_small([input]) or not has_kernel:  # others compute; small elements are known
             return on_cpu(input, normalized_shape, weight, eps)
         return torch.native_layer_norm(input, normalized_shape, weight, None, 0.0)[0]  # keeps as much
 

@@ -186,6 +186,9 @@ PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "hybrid, bf16, without sync": lambda clocks: plain(
         clocks, mesh=hybrid_mesh(), mp_policy=BF16, microbatches=2, unsynced=True
     ),
+    "shards of one, without sync": lambda clocks: plain(
+        clocks, mesh=init_device_mesh("cpu", (2, 1)), microbatches=3, unsynced=True
+    ),
     "offload": lambda clocks: plain(clocks, offload_policy=CPUOffloadPolicy()),
     "offload, bf16, accumulation": lambda clocks: plain(
         clocks, offload_policy=CPUOffloadPolicy(), mp_policy=BF16, microbatches=2

@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -116,6 +117,20 @@ def test_rms_norms_keep_their_input_alone_as_on_accelerators():
     layer_norm = peak(partial(nn.LayerNorm, bias=False))
     assert peak(nn.RMSNorm) == pytest.approx(layer_norm, rel=0.01)
     assert layer_norm < 0.8 * peak(RmsOfParts)
+
+
+def test_another_thread_computes_norms_while_a_plan_is_made():
+    rows = torch.randn(1 << 14, WIDTH)
+    expected, found = nn.functional.rms_norm(rows, (WIDTH,)), []
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: found.append(nn.functional.rms_norm(rows, (WIDTH,))))
+        thread.start()
+        thread.join()
+        return model(torch.empty(4, WIDTH)).mean()
+
+    plan(lambda: (Normed(nn.RMSNorm), loss_of), 2, optimizer=None)
+    assert found and all(torch.equal(item, expected) for item in found)
 
 
 class RmsOfParts(nn.RMSNorm):
