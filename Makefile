@@ -18,6 +18,8 @@ RESTARTS ?= 0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
+# Programs sleep, and wait for processes that begin or that are dead: one test more keeps the cores busy.
+PROGRAM_PROCESSES ?= 3
 FAULTS_ARGS ?=
 
 BIN := .venv/bin
@@ -39,10 +41,10 @@ test-compiled: .venv/installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests/compiled
 
 test-programs: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests/whole
+	$(BIN)/python -m pytest --numprocesses $(PROGRAM_PROCESSES) $(PYTEST_ARGS) tests/whole
 
 test-integrations: .venv-integrations/installed
-	.venv-integrations/bin/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests_integration
+	.venv-integrations/bin/python -m pytest --numprocesses $(PROGRAM_PROCESSES) $(PYTEST_ARGS) tests_integration
 
 # With another torch: `make test`'s tests, or those that TEST_ARGS names. A configuration of pip that caps torch is set aside for
 # this environment alone. Its packages are the pinned ones where this torch allows it: older ones want an older setuptools.

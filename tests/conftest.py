@@ -39,6 +39,14 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _earlier_modules_are_no_garbage() -> None:
+    """What earlier modules have left in this process is looked at once: a plan looks for garbage three times, and a
+    search makes dozens of plans."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     harness.shutdown_pools()
 

@@ -27,14 +27,14 @@ from benchmarks.faults.systems import OURS, SYSTEMS
 from tests.harness import ROOT
 
 EXAMPLE = ROOT / "examples/elastic.py"
-STEPS, PATIENCE = 300, 150
+PATIENCE = 150  # seconds
 
 
 class Jobs:
     """Replica groups of two processes, whose logs are in ``folder``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.processes = folder, list[subprocess.Popen[bytes]]()
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps, self.processes = folder, steps, list[subprocess.Popen[bytes]]()
         self.lighthouse = LighthouseServer(
             bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=5000, heartbeat_timeout_ms=1000
         )
@@ -48,7 +48,7 @@ class Jobs:
         }
 
     def _start(self, name: str, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
-        options = [f"--steps={STEPS}", "--seconds=0.25", f"--out={self.folder}"]
+        options = [f"--steps={self.steps}", "--seconds=0.25", f"--out={self.folder}"]
         with open(self.folder / f"{name}.said", "ab") as said:
             process = subprocess.Popen(
                 [sys.executable, *command, *options],
@@ -103,8 +103,8 @@ class Jobs:
 
     def took_part(self) -> list[set[int]]:
         """Who took part in each step, by the logs, which must agree."""
-        found: list[set[int]] = [set() for _ in range(STEPS)]
-        counts: list[set[int]] = [set() for _ in range(STEPS)]
+        found: list[set[int]] = [set() for _ in range(self.steps)]
+        counts: list[set[int]] = [set() for _ in range(self.steps)]
         for group in range(2):
             for rank in range(2):
                 for line in self.log(group, rank):
@@ -121,8 +121,8 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    jobs = Jobs(tmp_path)
+def jobs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    jobs = Jobs(tmp_path, request.param)
     yield jobs
     jobs.end()
 
@@ -157,6 +157,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("jobs", [300], indirect=True, ids=["300 steps"])  # enough for a group to come back
 def test_a_killed_group_comes_back_and_all_equals_an_unsharded_run(jobs: Jobs):
     launchers = [jobs.torchrun(group) for group in range(2)]
     jobs.wait(lambda: jobs.has_trained_together(1, 10), "training together")
@@ -177,6 +178,7 @@ def test_a_killed_group_comes_back_and_all_equals_an_unsharded_run(jobs: Jobs):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("jobs", [120], indirect=True, ids=["120 steps"])
 def test_one_killed_rank_ends_its_group_in_seconds_and_the_other_goes_on(jobs: Jobs):
     launcher, ranks = jobs.torchrun(0), jobs.by_hand(1)
     jobs.wait(lambda: jobs.has_trained_together(1, 5), "training together")
