@@ -38,8 +38,8 @@ class Recorder(runner.Runner):
 
     latest: Recorder | None = None
 
-    def __init__(self, program: Program, meshes: Any) -> None:
-        super().__init__(program, meshes)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.hash = hashlib.blake2b(digest_size=12)
         Recorder.latest = self
 
