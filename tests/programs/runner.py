@@ -395,7 +395,8 @@ class Runner:
         self.finish_save(what)
         if not self.params:
             return
-        model, optimizer = get_state_dict(self.model, self.optimizers[0])
+        options = StateDictOptions(keep_foreign_params=True)
+        model, optimizer = get_state_dict(self.model, self.optimizers[0], options=options)
         state = {"model": model, "optimizer": optimizer}
         expected = copy.deepcopy(state)
         # Never a folder that a program before this one used: if it was refused, its last save may still be under way.
