@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -26,7 +26,7 @@ from .._torch import (
     storage_id,
 )
 from .plan_report import ACTIVATIONS, GATHERED, KINDS, OTHER, TEMPORARY, Moment
-from .step_events import Allocated, StepEvent, operation_of
+from .step_events import Allocated, Operation, StepEvent, operation_of
 
 # ---- The ledger: allocations and frees of a run, in order, and the bytes of each kind at each moment.
 #
@@ -248,7 +248,9 @@ class DryRun(DispatchMode):
         super().__init__()
         self._ledger, self._note = ledger, note
         self._num_operations = 0
-        self._shapes: dict[Hashable, Any] = {}  # results of operations, as meta tensors: layers repeat the same ones
+        # By operation and arguments, since layers repeat the same ones: results, as meta tensors; and what is noted.
+        self._shapes: dict[Hashable, Any] = {}
+        self._events: dict[Hashable, Operation | None] = {}
         self.computed: set[str] = set()
         self.num_products = 0
 
@@ -271,25 +273,43 @@ class DryRun(DispatchMode):
                 return result
         if operation.is_view or func.namespace == "c10d":
             return self._done(func, args, kwargs)
-        result = self._run(func, operation, args, kwargs, tensors)
-        event = operation_of(func, args, kwargs, result, _tensors, self._ledger.phase)
-        if event is not None:
-            is_repeated = self._ledger.is_recomputing
-            self._ledger.events.append(replace(event, is_repeated=True) if is_repeated else event)
+        # Integers are promoted to the default dtype.
+        key = func, _key_of((args, kwargs)), torch.get_default_dtype()
+        result = self._run(func, operation, args, kwargs, tensors, key)
+        self._note_event(func, operation, args, kwargs, result, key)
         return result
 
-    def _run(self, func: Any, operation: _Operation, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    def _note_event(self, func: Any, operation: _Operation, args: Any, kwargs: Any, result: Any, key: Hashable) -> None:
+        """Add what the operation does to the step's events."""
+        ledger = self._ledger
+        is_repeated = ledger.is_recomputing
+        key = key, ledger.phase, is_repeated
+        if key in self._events:
+            event = self._events[key]
+        else:
+            event = operation_of(func, args, kwargs, result, _tensors, ledger.phase)
+            if event is not None and is_repeated:
+                event = replace(event, is_repeated=True)
+            if not operation.needs_elements:  # on which the sizes of results may depend
+                self._events[key] = event
+        if event is not None:
+            ledger.events.append(event)
+
+    def _run(
+        self, func: Any, operation: _Operation, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Hashable
+    ) -> Any:
         """Return the results of an operation that has a kernel."""
         can_compute = all(map(self._ledger.has_values, tensors)) and _are_small(tensors)
         if operation.is_in_place:
             return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
         if func._schema.name in _INDEXING:
             args = (args[0], [part for item in args[1] for part in self._without_mask(func, item)], *args[2:])
+            key = func, _key_of((args, kwargs)), key
         elif operation.needs_elements:
             if not can_compute:
                 raise Undecided(_error_of(func))
             return self._done(func, args, kwargs)
-        return self._made(func, operation, args, kwargs, can_compute)
+        return self._made(func, operation, args, kwargs, can_compute, key)
 
     def _without_mask(self, func: Any, index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """Return an index as a list; a mask is replaced by the positions of its true elements, one per dimension."""
@@ -306,10 +326,12 @@ class DryRun(DispatchMode):
             self._ledger.see(item)
         return result
 
-    def _made(self, func: Any, operation: _Operation, args: Any, kwargs: Any, can_compute: bool) -> Any:
+    def _made(self, func: Any, operation: _Operation, args: Any, kwargs: Any, can_compute: bool, key: Hashable) -> Any:
         """Return the results of an operation that makes tensors."""
         try:
-            shapes = self._shapes_of(func, operation, args, kwargs)
+            shapes = self._shapes.get(key)
+            if shapes is None:
+                shapes = self._shapes[key] = _shapes_of(func, operation, args, kwargs)
         except NotImplementedError:  # torch cannot tell
             result = self._done(func, args, kwargs)
             if not can_compute:
@@ -320,13 +342,6 @@ class DryRun(DispatchMode):
         if can_compute and _are_small(_tensors(shapes)):
             return self._done(func, args, kwargs)
         return self._written(operation, args, kwargs, shapes)
-
-    def _shapes_of(self, func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
-        key = func, _key_of((args, kwargs)), torch.get_default_dtype()  # to which integers are promoted
-        found = self._shapes.get(key)
-        if found is None:
-            found = self._shapes[key] = _shapes_of(func, operation, args, kwargs)
-        return found
 
     def _written(self, operation: _Operation, args: Any, kwargs: Any, shapes: Any) -> Any:
         """Return results without elements, new ones with ``shapes``. Written arguments lose their elements too."""
@@ -339,7 +354,7 @@ class DryRun(DispatchMode):
         found = []
         for i, place in enumerate(operation.results):
             if place is None:
-                found.append(tree_map(self._empty_like, whole[i]))
+                found.append(self._empty_like(whole[i]))
                 continue
             if operation.has_out and written[place].shape != whole[i].shape:
                 written[place].resize_(whole[i].shape)
@@ -349,7 +364,7 @@ class DryRun(DispatchMode):
 
     def _empty_like(self, shape: Any) -> Any:
         if not isinstance(shape, torch.Tensor):
-            return shape
+            return [self._empty_like(item) for item in shape] if isinstance(shape, (list, tuple)) else shape
         made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
         self._ledger.see(made)
         self._ledger.lose_values(made)
@@ -402,11 +417,19 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in the arguments or results of an operation."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
-    return [tensor for item in tree for tensor in _tensors(item)]
+    found: list[torch.Tensor] = []
+    _collect((tree,), found)
+    return found
+
+
+def _collect(items: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            _collect(item, found)
+        elif isinstance(item, dict):
+            _collect(item.values(), found)
 
 
 def _key_of(tree: Any) -> Hashable:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import shutil
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -400,10 +400,10 @@ class Runner:
         state = {"model": model, "optimizer": optimizer}
         expected = copy.deepcopy(state)
         # Never a folder that a program before this one used: if it was refused, its last save may still be under way.
-        path = self.folder / f"save-{next(_saves)}"
+        names = [f"save-{time.time_ns()}"]
         fork_writers()
-        dist.barrier()
-        self.saving = async_save(state, path), expected
+        dist.broadcast_object_list(names)
+        self.saving = async_save(state, self.folder / names[0]), expected
 
     def finish_save(self, what: str) -> None:
         """The last asynchronous save has what there was at its call, bit for bit."""
@@ -527,7 +527,6 @@ REFUSALS = (
 # Where ranks run different groups, collectives may find no partners: then each rank names its own, after the timeout.
 DIVERGED = "another rank died, or did not"
 
-_saves = itertools.count()
 _meshes: dict[int, Meshes] = {}  # by generation: after a failure others are used
 _present_generation = 0
 
