@@ -169,6 +169,16 @@ def test_gradients_of_earlier_micro_batches_count():
     assert twice.peak == max(moment.nbytes - moment.bytes_by_kind["gradients"] + kept for moment in alone.moments)
 
 
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_activations_of_one_run_rule_out_other_settings(has_batch):
+    make = factory if has_batch else lambda: factory()
+    found = tune(make, 8, hardware(), max_memory=just_less_than(with_room().default.peak))
+    ruled_out = [item.setting for item in found.rejected if ", activations" in item.why]
+    assert ruled_out and not {*ruled_out} & {*settings_of(found)}
+    run = len(found.results) + len(found.rejected) - len(ruled_out)
+    assert found.num_runs == run + (found.default.setting in ruled_out)
+
+
 def test_any_divisor_of_the_batch_is_a_micro_batch():
     found = tune(factory, 2, hardware(), batch=6, max_memory=just_less_than(with_room(2).default.peak // 2))
     tried = {setting.num_batches for setting in settings_of(found)} | {
