@@ -92,6 +92,11 @@ class Tuning:
         most = self.best.times.seconds * (1 + self.hardware.device.error)
         return tuple(result for result in self.results[1:] if result.times.seconds <= most)
 
+    @property
+    def default_fits(self) -> bool:
+        """Whether the default is among the results."""
+        return any(result.setting == self.default.setting for result in self.results)
+
     def best_with(self, factor: float) -> tuple[Result, Schedule]:
         """The best result if the network had other bandwidths, and its times then."""
         hardware = replace(self.hardware, network=self.hardware.network.scaled(factor))
@@ -115,7 +120,7 @@ class Tuning:
                 "is_compiled": self.is_compiled,
                 "results": [_plain(result) for result in self.results],
                 "tied": len(self.tied),
-                "default": _plain(self.default),
+                "default": {**_plain(self.default), "fits": self.default_fits},
                 "rejected": [{**asdict(item.setting), "why": item.why} for item in self.rejected],
                 "code": best.code if best is not None else None,
             },
@@ -168,7 +173,8 @@ def _report_of(tuning: Tuning) -> Report:
     ]
     columns = ("", "setting", "micro-batches", "step", "exposed", "peak", "MFU")
     shown = [(str(number), result) for number, result in enumerate(tuning.results[:_MOST_SHOWN], 1)]
-    rows = [_row(number, result) for number, result in [*shown, ("default", tuning.default)]]
+    default = "default" if tuning.default_fits else "default (does not fit)"
+    rows = [_row(number, result) for number, result in [*shown, (default, tuning.default)]]
     sections = [Section("fastest first, predicted", columns, rows, right=columns[2:])]
     notes = [*_notes(tuning)]
     if notes:

@@ -73,6 +73,7 @@ def test_the_default_is_what_plan_says():
     assert found.default.peak == world.peak.nbytes
     assert found.default.events == world.events
     assert found.default.setting == Setting("zero3", (8,), batch=4)
+    assert found.default_fits and "does not fit" not in str(found)
 
 
 def test_without_a_network_to_wait_for_nothing_is_recomputed_or_split():
@@ -175,6 +176,7 @@ def test_activations_of_one_run_rule_out_other_settings(has_batch):
     found = tune(make, 8, hardware(), max_memory=just_less_than(with_room().default.peak))
     ruled_out = [item.setting for item in found.rejected if ", activations" in item.why]
     assert ruled_out and not {*ruled_out} & {*settings_of(found)}
+    assert not found.default_fits and "default (does not fit)" in str(found)
     run = len(found.results) + len(found.rejected) - len(ruled_out)
     assert found.num_runs == run + (found.default.setting in ruled_out)
 
