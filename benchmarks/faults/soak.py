@@ -280,6 +280,8 @@ def soak(system: System, folder: Path, steps: int, seed: int) -> dict[str, Any]:
     for step in range(steps):
         try:
             run_of_both.go_on()
+            if step == 0:
+                run_of_both.save()  # what it keeps for the next save is there from the beginning
             if step % 10 == 0 or step == steps - 1:
                 difference = run_of_both.difference()
                 problem = "" if difference <= TOLERANCE else f"parameters differ by {difference:.1e}"
