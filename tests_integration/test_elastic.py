@@ -178,7 +178,7 @@ def test_a_killed_group_comes_back_and_all_equals_an_unsharded_run(jobs: Jobs):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("jobs", [120], indirect=True, ids=["120 steps"])
+@pytest.mark.parametrize("jobs", [200], indirect=True, ids=["200 steps"])
 def test_one_killed_rank_ends_its_group_in_seconds_and_the_other_goes_on(jobs: Jobs):
     launcher, ranks = jobs.torchrun(0), jobs.by_hand(1)
     jobs.wait(lambda: jobs.has_trained_together(1, 5), "training together")
