@@ -34,7 +34,7 @@ from ..comm import DataParallelMesh, Label, Names, Transport, TransportRole
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
 from .accumulation import PendingGradients
-from .codecs import ExtensionCodec
+from .codecs import PRE, ExtensionCodec
 from .flat_views import FlatSegment, check_segments_agree
 from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
@@ -255,6 +255,24 @@ class FlatParamHandle(_Referable):
         self.unsharded.flags = flags
         # All ranks still reduce what they were going to reduce.
         self.pending_gradients.is_trainable |= any(flags)
+
+    def refuse_late_settings(self) -> None:
+        """Raise if something was set on a sharded parameter, or its local tensor, that is read only by
+        ``fully_shard()``."""
+        expected = self.gradient.dtype
+        for sharded, fqn in zip(self.sharded_params, self.fqns, strict=True):
+            wanted = getattr(sharded, "grad_dtype", expected)
+            if sharded.requires_grad and wanted != expected:
+                raise MisuseRuntimeError(
+                    f"grad_dtype of {fqn} was set to {wanted}, but its gradients are sharded in {expected}: set it "
+                    "before fully_shard()"
+                )
+            # FSDP2 looks for the method at each all-gather.
+            if self.kind.codec.gathered_by is None and PRE in vars(local_elements(sharded)):
+                raise MisuseRuntimeError(
+                    f"{PRE} was set on the local tensor of {fqn} after fully_shard(), which would never call it: set "
+                    "it on the parameter, or use a class that has it, before fully_shard()"
+                )
 
     # ---- Gradients
 

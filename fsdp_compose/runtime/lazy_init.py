@@ -446,19 +446,6 @@ def _refuse_meta(states: list[_FSDPState]) -> None:
             )
 
 
-def refuse_late_grad_dtype(states: Sequence[_FSDPState]) -> None:
-    """Raise if ``grad_dtype`` of a parameter was set after the flat parameter was made, when it is too late."""
-    for state in states:
-        for handle in state._handles:
-            for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
-                wanted, expected = getattr(sharded, "grad_dtype", handle.gradient.dtype), handle.gradient.dtype
-                if sharded.requires_grad and wanted != expected:
-                    raise MisuseRuntimeError(
-                        f"grad_dtype of {fqn} was set to {wanted}, but its gradients are sharded in {expected}: set it "
-                        "before fully_shard()"
-                    )
-
-
 def _refuse_stray_gradients(state: _FSDPState) -> None:
     for handle in state._handles:
         handle.drop_iteration(is_tainted=False)
@@ -585,7 +572,9 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     if mesh.has_peers:
         count_steps(root)
     take_over(root, states)  # changes since fully_shard()
-    refuse_late_grad_dtype(states)
+    for item in states:
+        for handle in item._handles:
+            handle.refuse_late_settings()
     broadcast_first_replica([item for item in states if item.root is None])
     if mesh.has_peers:
         compare_replicas(mesh, [item for item in states if item.root is None])

@@ -783,3 +783,17 @@ def test_functional_use_of_what_forward_sees():
     x = torch.randn(2, DIM)
     shown = Rounded(rounded(weight, scale_of(weight.abs().max())), scale_of(weight.abs().max()), torch.float32)
     assert torch.equal(F.linear(x, shown), F.linear(x, EightBit.by_hand(weight)))
+
+
+@pytest.mark.parametrize("is_replicated", [False, True], ids=["sharded", "replicated"])
+@distributed(world_size=2)
+def test_methods_that_are_set_on_a_local_tensor_are_refused_by_name(is_replicated):
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    (replicate if is_replicated else fully_shard)(model)
+    local = model[1].weight._local_tensor
+    local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
+    local.fsdp_post_all_gather = lambda outputs, *_, out=None: (outputs[0], outputs)
+    with pytest.raises(RuntimeError, match=r"fsdp_pre_all_gather was set .* of 1\.weight .* before fully_shard\(\)"):
+        model(torch.randn(4, DIM))
+    del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
+    model(torch.randn(4, DIM)).sum().backward()
