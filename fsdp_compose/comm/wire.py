@@ -2,9 +2,10 @@
 
 ``Wire`` belongs around the transport that it sends by: schedules, errors, the journal and ``trace`` see what is really
 sent. Gathers are encoded by the owner of each part, and all ranks, the owner too, compute with the decoded part: all
-have the same bits. Sums are formed in fp32 (or wider), in rank order, and rounded once. A reduction of encoded parts is
-an all-to-all and a sum on the owner, since no backend can add what it cannot read (as in ZeRO++, arXiv:2306.10209). No
-rank keeps what rounding has dropped: such a residual would be as large as all gradients, on every rank.
+have the same bits. A reduction of encoded parts is an all-to-all and a sum on the owner, since no backend can add what
+it cannot read (as in ZeRO++, arXiv:2306.10209). Sums are formed in fp32 (or wider), in rank order, and rounded once; in
+them, the owner's own part, which is not sent, is exact. No rank keeps what rounding has dropped: such a residual would
+be as large as all gradients, on every rank.
 """
 
 from __future__ import annotations
@@ -104,9 +105,9 @@ class Int8(WireFormat):
         scratch = self._scratch(source)
         for chunk, scales, target in self._chunks(source, packed):
             blocks = scratch[: chunk.numel()].view(chunk.shape)
-            torch.abs(chunk.float(), out=blocks)
+            largest = torch.maximum(chunk.amax(1), chunk.amin(1).neg_())  # ``abs`` would write a copy
             # Not smaller than the smallest normal number: its reciprocal must be finite.
-            torch.div(blocks.amax(1), 127, out=scales).clamp_min_(torch.finfo(torch.float32).tiny)
+            torch.div(largest.float(), 127, out=scales).clamp_min_(torch.finfo(torch.float32).tiny)
             torch.mul(chunk, scales.reciprocal().unsqueeze(1), out=blocks)
             target.copy_(blocks.round_())
 
@@ -206,8 +207,8 @@ class Wire(TransportWrapper):
         encoding = _useful(self._sums, shard.numel(), whole.dtype)
         if encoding is None:
             return self.inner.reduce_scatter(shard, whole, is_average, label)
-        sent = [*whole.chunk(self.group.size())]
-        work, received, reads = self._exchange(encoding, sent, shard.numel(), label)
+        parts = [*whole.chunk(self.group.size())]
+        work, received, reads = self._exchange(encoding, parts, label)
         divisor = self.group.size() if is_average else 1
         return finish_with(work, whole.device, lambda: _add_up(encoding, received, shard, divisor), reads)
 
@@ -218,7 +219,7 @@ class Wire(TransportWrapper):
         rank, size = self.group.rank(), self.group.size()
         parts = [*tensor.tensor_split(size)]
         lengths = [encoding.nbytes(part.numel()) for part in parts]
-        first, received, reads = self._exchange(encoding, parts, parts[rank].numel(), label)
+        first, received, reads = self._exchange(encoding, parts, label)
         packed = _rows(tensor, size, lengths[0])
         own = torch.empty_like(parts[rank], dtype=torch.promote_types(tensor.dtype, torch.float32))
 
@@ -234,24 +235,27 @@ class Wire(TransportWrapper):
         return finish_with(_InTurn(first, begin_second, tensor.device), tensor.device, finish, reads)
 
     def _exchange(
-        self, encoding: WireFormat, parts: list[torch.Tensor], own_numel: int, label: Label
+        self, encoding: WireFormat, parts: list[torch.Tensor], label: Label
     ) -> tuple[Work, list[torch.Tensor], torch.Tensor]:
-        """Send each rank its part. Return the parts for this one, encoded, by rank, and memory that is read until they
-        have come."""
-        rank, size, nbytes = self.group.rank(), self.group.size(), encoding.nbytes(own_numel)
+        """Send each rank its part. Return the parts for this one, by rank, encoded but for its own, and memory that is
+        read until they have come."""
+        rank, size = self.group.rank(), self.group.size()
+        # A copy, since the sum may overwrite the part.
+        own = parts[rank].to(torch.promote_types(parts[rank].dtype, torch.float32), copy=True)
         lengths = [encoding.nbytes(part.numel()) for part in parts]
         padded = [_padded(length) for length in lengths]
-        memory = _rows(parts[0], size, nbytes)
-        own, others = memory[0], memory[1:]
         num_moved = (size - 1) * sum(padded)
         padded[rank] = 0
-        sent = torch.empty(sum(padded), dtype=torch.uint8, device=parts[0].device)
+        sent = torch.empty(sum(padded), dtype=torch.uint8, device=own.device)
         for i, (part, packed) in enumerate(zip(parts, sent.split(padded), strict=True)):
-            encoding.encode(part, (own if i == rank else packed)[: lengths[i]])
-        arriving = [0 if i == rank else own.numel() for i in range(size)]
-        work = self.inner.all_to_all(others.view(-1), sent, arriving, padded, num_moved, label)
-        received = [*others[:rank], own, *others[rank:]]
-        return work, [row[:nbytes] for row in received], sent
+            if i != rank:
+                encoding.encode(part, packed[: lengths[i]])
+        arrived = _rows(own, size - 1, lengths[rank])
+        arriving = [0 if i == rank else arrived.shape[1] for i in range(size)]
+        work = self.inner.all_to_all(arrived.view(-1), sent, arriving, padded, num_moved, label)
+        received = [*arrived[:, : lengths[rank]]]
+        received.insert(rank, own)
+        return work, received, sent
 
 
 def _useful(encoding: WireFormat | None, numel: int, dtype: torch.dtype) -> WireFormat | None:
@@ -270,11 +274,16 @@ def _rows(like: torch.Tensor, num: int, nbytes: int) -> torch.Tensor:
     return torch.empty(num, _padded(nbytes), dtype=torch.uint8, device=like.device)
 
 
-def _add_up(encoding: WireFormat, received: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
-    """Write the sum of all ranks' parts to ``out``, divided."""
+def _add_up(encoding: WireFormat, parts: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
+    """Write the sum of all ranks' parts to ``out``, divided. Those of other ranks are encoded."""
     total = out if out.element_size() >= 4 else torch.empty_like(out, dtype=torch.float32)
-    for rank, part in enumerate(received):
-        encoding.decode(part, total, rank > 0)
+    for rank, part in enumerate(parts):
+        if part.dtype == torch.uint8:
+            encoding.decode(part, total, rank > 0)
+        elif rank:
+            total.add_(part)
+        else:
+            total.copy_(part)
     if divisor > 1:
         total.div_(divisor)
     if total is not out:

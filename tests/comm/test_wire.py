@@ -139,7 +139,9 @@ def test_collectives_of_encoded_tensors(encoding, numel, inner, world_size):
         wholes = [of_rank(other, world_size * numel) for other in range(world_size)]
         shard = torch.empty(numel)
         wire.reduce_scatter(shard, wholes[rank].clone(), is_average, LABEL).wait()
-        expected = torch.stack([each(item.chunk(world_size)[rank]).double() for item in wholes]).sum(0)
+        parts = [item.chunk(world_size)[rank] for item in wholes]
+        sent = [part if other == rank else each(part) for other, part in enumerate(parts)]
+        expected = torch.stack([part.double() for part in sent]).sum(0)
         torch.testing.assert_close(shard, (expected / world_size if is_average else expected).float())
         tensor, exact = of_rank(rank, numel), torch.stack([of_rank(i, numel) for i in range(world_size)]).sum(0)
         wire.all_reduce(tensor, is_average, LABEL).wait()
