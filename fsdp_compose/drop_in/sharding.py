@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._torch import concatenate_meshes, flatten_mesh, local_tensor
+from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, local_tensor
 from ..api import check_fully_shard, check_ignored, check_modules
 from ..api import fully_shard as _own
 from ..comm import default_mesh
 from ..errors import MisuseError
-from ..flat import Granularity, Granule, as_ours, is_split_evenly
+from ..flat import FORWARD_SPEC_ATTRIBUTE, Granularity, Granule, as_ours, is_split_evenly
 from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
 from ..ragged import RaggedDTensor
@@ -104,8 +104,9 @@ def fully_shard(
             ``param_dtype``.
         offload_policy: torch's policy.
         dp_mesh_dims: names of the data-parallel dimensions of ``mesh``. Parameters must be DTensors on ``mesh``,
-            replicated over these dimensions. Inside forward they are DTensors on the other dimensions, or plain tensors
-            if there are none.
+            replicated over these dimensions; inside forward they are so again. Whatever autograd leaves on these
+            dimensions, a sum's terms or whole gradients, is divided by their size and summed: a loss that is a mean
+            over all ranks, itself a DTensor, needs ``set_gradient_divide_factor(1.0)``.
 
     Returns:
         ``module``; it, or each module of the list, is then an ``FSDPModule``.
@@ -188,7 +189,8 @@ def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def _leave_data_parallel_dims(
     modules: Iterable[nn.Module], ignored: set[nn.Parameter], mesh: DeviceMesh, dims: DataParallelMeshDims
 ) -> None:
-    """Replace parameters that are DTensors on all of ``mesh`` by DTensors on its other dimensions, or plain tensors."""
+    """Replace parameters that are DTensors on all of ``mesh`` by DTensors on its other dimensions, or plain tensors,
+    which forward will see as they were."""
     names = mesh.mesh_dim_names
     assert names is not None, "its dimensions were looked up by name"
     ours = {names.index(name) for name in (*dims.shard_names, *dims.replicate_names)}
@@ -216,6 +218,7 @@ def _leave_data_parallel_dims(
                 local, mesh[rest], kept, run_check=False, shape=param.shape, stride=param.stride()
             )
         new[param] = nn.Parameter(local, requires_grad=param.requires_grad)
+        new[param].__dict__[FORWARD_SPEC_ATTRIBUTE] = dtensor_spec(param)
     for item in {inner for module in modules for inner in module.modules()}:
         for name, own in item._parameters.items():
             if own in new:

@@ -97,6 +97,7 @@ from .sharded_param import restore_attributes as restore_attributes
 from .sharded_param import sharded_param_of as sharded_param_of
 from .sharded_param import take_content as take_content
 from .sharded_param import whole_like_original as whole_like_original
+from .tensor_parallel import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
 from .tensor_parallel import TensorParallel as TensorParallel
 from .tensor_parallel import is_split_evenly as is_split_evenly
 from .tensor_parallel import placed as placed

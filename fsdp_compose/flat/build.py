@@ -35,7 +35,7 @@ from .sharded_param import (
     rebind_sharded_param,
     sharded_specs,
 )
-from .tensor_parallel import TensorParallel, is_even, largest_local_shape, local_shape, spec_of, specs_of
+from .tensor_parallel import TensorParallel, is_even, largest_local_shape, local_shape, specs_of
 
 SHARD_ALIGNMENT_BYTES = 16  # required by cuBLAS and NCCL; misaligned all-gathers lose up to 12x of their bandwidth
 
@@ -52,7 +52,7 @@ def shard_params(
     if isinstance(kind.codec, CompositeCodec):
         parts, shard = _cut(managed[0], mesh)
         kind = replace(kind, codec=replace(kind.codec, parts=parts))
-    own = [spec_of(original) for original in originals]
+    own = TensorParallel.of(originals)
     handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
     if shard is None:
         device = originals[0].device
@@ -117,7 +117,7 @@ def shard_again(
                 f"the parameter {managed[0].fqn} is a {kind.codec.gathered_by} that is tied across groups on different "
                 "meshes: shard both groups on one mesh"
             )
-    own = [_own_spec(sharded) for sharded in params]
+    own = TensorParallel.joined([*map(_own_specs, params)])
     handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
     if not kind.codec.is_composite:
         device = local_elements(params[0]).device
@@ -137,14 +137,15 @@ def shard_again(
 def _new_handle(
     managed: Sequence[ManagedParameter],
     kind: ParameterKind,
-    own: Sequence[DTensorSpec | None],
+    own: TensorParallel | None,
     mesh: DataParallelMesh,
     granularity: Granularity | None,
     offload: CPUOffloadPolicy | None,
 ) -> tuple[FlatParamHandle, list[RaggedSpec]]:
     """Make a flat parameter without a shard. ``own``: the placements that the parameters had as DTensors. Returns, too,
     how each parameter is sharded."""
-    layout, storage = _plan(managed, own, mesh, granularity), ON_DEVICE
+    own_specs = specs_of(own, len(managed))
+    layout, storage = _plan(managed, own_specs, mesh, granularity), ON_DEVICE
     if offload is not None:
         if kind.codec.gathered_by is not None:
             raise MisuseError(
@@ -154,19 +155,19 @@ def _new_handle(
             )
         storage = ShardStorage.of(offload, mesh.device)
     dtype = managed[0].parameter.dtype
-    specs = sharded_specs(layout, mesh, dtype, own)
+    specs = sharded_specs(layout, mesh, dtype, own_specs)
     local_shards = [
         (part.shard_start, part.shard_start + part.numel, spec.local_shape)
         for part, spec in zip(layout.local_shards(mesh.shard_rank), specs, strict=True)
     ]
-    return FlatParamHandle(layout, mesh, kind, local_shards, TensorParallel.of(own), storage), specs
+    return FlatParamHandle(layout, mesh, kind, local_shards, own, storage), specs
 
 
-def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:
-    """The placement that a parameter about to be sharded had as a DTensor, if it was one."""
+def _own_specs(sharded: nn.Parameter) -> tuple[DTensorSpec | None, DTensorSpec | None]:
+    """The placements that a parameter about to be sharded had as a DTensor, if it was one: its own, and in forward."""
     place = handle_of(sharded)
     own = None if place is None else place[0].tensor_parallel
-    return None if place is None or own is None else own.specs[place[1]]
+    return (None, None) if place is None or own is None else (own.specs[place[1]], own.shown[place[1]])
 
 
 def _param_starts(layout: FlatLayout, mesh: DataParallelMesh) -> list[int]:

@@ -44,6 +44,7 @@ from ..ragged import (
 from .codecs import ParameterCodec
 from .layout import FlatLayout
 from .param_kind import ParameterKind
+from .tensor_parallel import FORWARD_SPEC_ATTRIBUTE
 
 # Where a sharded parameter stores the subclass of nn.Parameter that the original belonged to.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
@@ -160,7 +161,7 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
     return whole
 
 
-NOT_COPIED = frozenset({"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE})
+NOT_COPIED = frozenset({"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE})
 
 
 def refuse_meta_content(sharded: nn.Parameter, source: Any, name: str) -> None:

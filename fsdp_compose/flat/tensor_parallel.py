@@ -10,6 +10,10 @@ none::
 
 The plan uses the largest local tensors of any rank, so offsets and shard lengths are the same on all. Autograd may
 place a gradient in any way; for the reduction it is placed like the parameter.
+
+Forward may see a parameter on a mesh that contains the data-parallel dimensions too (FSDP2's ``dp_mesh_dims``), where
+it is replicated. Then ``FORWARD_SPEC_ATTRIBUTE`` of the parameter tells it. What autograd leaves on those dimensions,
+replicas or terms of a sum, is averaged like any gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import (
@@ -41,6 +45,8 @@ from .codecs import is_composite
 
 AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
 """Replaces a tensor by its sum over the ranks of a transport. The indices say which parameters' gradients it holds."""
+
+FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
 
 
 def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
@@ -122,13 +128,34 @@ def specs_of(own: TensorParallel | None, num_params: int) -> Sequence[DTensorSpe
 class TensorParallel:
     """How the parameters of one flat parameter are placed on meshes of their own."""
 
-    __slots__ = ("_dtensors", "_transports", "specs")
+    __slots__ = ("_dtensors", "_own_dims", "_transports", "shown", "specs")
 
-    def __init__(self, specs: Sequence[DTensorSpec | None]) -> None:
+    def __init__(self, specs: Sequence[DTensorSpec | None], shown: Sequence[DTensorSpec | None]) -> None:
         self.specs = tuple(specs)  # of each parameter before fully_shard; None if it was not a DTensor
+        self.shown = tuple(shown)  # as forward sees it
+        self._own_dims = [_own_dims(*pair) for pair in zip(specs, shown, strict=True)]
         self._dtensors = [(i, spec) for i, spec in enumerate(specs) if spec is not None]
         meshes = dict.fromkeys(spec.mesh for _, spec in self._dtensors)
         self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}
+
+    @staticmethod
+    def of(params: Sequence[nn.Parameter]) -> TensorParallel | None:
+        """Make one for parameters that are not sharded yet; ``None`` if none is a DTensor, here or in forward."""
+        specs = [*map(spec_of, params)]
+        shown = [param.__dict__.get(FORWARD_SPEC_ATTRIBUTE, spec) for param, spec in zip(params, specs, strict=True)]
+        return TensorParallel.joined([*zip(specs, shown, strict=True)])
+
+    @staticmethod
+    def joined(pairs: Sequence[tuple[DTensorSpec | None, DTensorSpec | None]]) -> TensorParallel | None:
+        """Make one from the ``specs`` and ``shown`` of parameters; ``None`` if it has nothing to do."""
+        if all(shown is None for _, shown in pairs):
+            return None
+        return TensorParallel([spec for spec, _ in pairs], [shown for _, shown in pairs])
+
+    @property
+    def is_shown_on_data_dims(self) -> bool:
+        """Whether forward sees a parameter on a mesh with data-parallel dimensions."""
+        return self.shown != self.specs
 
     def change_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> None:
         """Replace each transport of sums by ``change(transport, role)``, from the next sum on."""
@@ -139,11 +166,6 @@ class TensorParallel:
         """As ``DataParallelMesh.transport_names``."""
         names = dict.fromkeys(transport.unrecorded.name for transport in self._transports.values())
         return {TransportRole.TENSOR_PARALLEL.value: ", ".join(names)}
-
-    @staticmethod
-    def of(specs: Sequence[DTensorSpec | None]) -> TensorParallel | None:
-        """Make one; ``None`` if no parameter was a DTensor."""
-        return None if all(spec is None for spec in specs) else TensorParallel(specs)
 
     def sharded_dims(self, index: int) -> tuple[tuple[DeviceMesh, int], ...]:
         """The dimensions of its mesh over which ranks hold different elements of a parameter."""
@@ -172,7 +194,7 @@ class TensorParallel:
         """Make parameters over views of a whole flat parameter, as modules had them before; frozen."""
         return [
             own_counter(view) if spec is None else _parameter(view, spec)
-            for view, spec in zip(views, self.specs, strict=True)
+            for view, spec in zip(views, self.shown, strict=True)
         ]
 
     def wholes(self, views: Sequence[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
@@ -197,7 +219,7 @@ class TensorParallel:
         before they are reduced."""
         found: dict[tuple[DeviceMesh, int], list[int]] = {place: [] for place in self._transports}
         for i, spec in self._dtensors:
-            for dim in _summed_dims(grads[i], spec):
+            for dim in self._summed_dims(i, grads[i]):
                 found[spec.mesh, dim].append(i)
         return [(self._transports[place], indices) for place, indices in found.items()]
 
@@ -209,6 +231,8 @@ class TensorParallel:
 
         Ranks: all of the parameters' own meshes, which have gradients for the same parameters.
         """
+        if self.is_shown_on_data_dims:
+            grads = [*map(self._on_own_mesh, range(len(grads)), grads)]
         result, has_terms = [*grads], False
         for i, spec in self._dtensors:
             grad = grads[i]
@@ -216,7 +240,7 @@ class TensorParallel:
                 continue
             placements = dtensor_spec(grad).placements
             if placements is not spec.placements and placements != spec.placements:
-                if _summed_dims(grad, spec):
+                if self._summed_dims(i, grad):
                     has_terms = True
                 else:
                     grad = grad.redistribute(placements=spec.placements)
@@ -232,16 +256,43 @@ class TensorParallel:
                     result[i] = total.view(part.shape)
         return result
 
-
-def _summed_dims(grad: torch.Tensor | None, spec: DTensorSpec) -> list[int]:
-    """The mesh dimensions over which a gradient must be summed to be placed like its parameter, if sums suffice."""
-    if not isinstance(grad, DTensor):
+    def _summed_dims(self, index: int, grad: torch.Tensor | None) -> list[int]:
+        """The dimensions of its own mesh over which a gradient must be summed to be placed like its parameter, if sums
+        suffice."""
+        spec, dims = self.specs[index], self._own_dims[index]
+        if spec is None or not isinstance(grad, DTensor):
+            return []
+        placements = dtensor_spec(grad).placements
+        if dims is not None and len(placements) > len(dims):
+            placements = tuple(placements[dim] for dim in dims)
+        differing = [dim for dim, item in enumerate(placements) if item != spec.placements[dim]]
+        if all(placements[dim].is_partial("sum") and spec.placements[dim].is_replicate() for dim in differing):
+            return differing
         return []
-    placements = dtensor_spec(grad).placements
-    differing = [dim for dim, item in enumerate(placements) if item != spec.placements[dim]]
-    if all(placements[dim].is_partial("sum") and spec.placements[dim].is_replicate() for dim in differing):
-        return differing
-    return []
+
+    def _on_own_mesh(self, index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """This data-parallel rank's gradient, without the data-parallel dimensions. Ranks: all, if it is sharded over
+        those."""
+        spec, dims = self.specs[index], self._own_dims[index]
+        if dims is None or not isinstance(grad, DTensor):
+            return grad
+        placements = dtensor_spec(grad).placements
+        whole = [Replicate() if item.is_shard() and i not in dims else item for i, item in enumerate(placements)]
+        if whole != [*placements]:
+            grad = grad.redistribute(placements=whole)
+        local = local_tensor(grad)
+        if spec is None:
+            return local if type(local) is torch.Tensor else waited(local)
+        meta = TensorMeta(grad.shape, grad.stride(), grad.dtype)
+        return make_dtensor(DTensor, local, DTensorSpec(spec.mesh, tuple(whole[dim] for dim in dims), meta))
+
+
+def _own_dims(spec: DTensorSpec | None, shown: DTensorSpec | None) -> list[int] | None:
+    """The dimensions that the mesh of ``shown`` shares with that of ``spec``; ``None`` if there are no others."""
+    if shown is None or shown is spec:
+        return None
+    names, own = shown.mesh.mesh_dim_names or (), () if spec is None else spec.mesh.mesh_dim_names or ()
+    return [names.index(name) for name in own]
 
 
 def own_counter(view: torch.Tensor) -> nn.Parameter:

@@ -217,7 +217,12 @@ def captured_leaves(handle: FlatParamHandle) -> list[nn.Parameter]:
 
 def is_capturable(handles: Sequence[FlatParamHandle]) -> bool:
     """Whether graphs can do everything that these handles need."""
-    return all(handle.unsharded.shows_shards and not handle.storage.has_host_gradients for handle in handles)
+    return all(
+        handle.unsharded.shows_shards
+        and not handle.storage.has_host_gradients
+        and not (handle.tensor_parallel is not None and handle.tensor_parallel.is_shown_on_data_dims)
+        for handle in handles
+    )
 
 
 class VersionsBefore:

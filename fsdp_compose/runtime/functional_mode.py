@@ -125,6 +125,7 @@ class FunctionalMode:
         with temporarily_clear_interpreter_stack():  # setup must not run under the torch.func transform
             refuse_accumulated(state)
             _refuse_extensions(state)
+            _refuse_whole_meshes(state)
             _refuse_optional(root, state)
             _refuse_replicas(state)
             if not is_recomputed:
@@ -145,6 +146,16 @@ def _refuse_extensions(state: _FSDPState) -> None:
                 f"the parameter {handle.name_of(0)} of the fully_shard group {state.name} is a "
                 f"{gathered_by}, gathered by its class (fsdp_pre_all_gather). Functional "
                 "mode, torch.func and functional_call() cannot differentiate that: use the default mode"
+            )
+
+
+def _refuse_whole_meshes(state: _FSDPState) -> None:
+    for handle in state._handles:
+        if handle.tensor_parallel is not None and handle.tensor_parallel.is_shown_on_data_dims:
+            raise NotImplementedError(
+                f"the parameters of the fully_shard group {state.name} are DTensors on the data-parallel dimensions, "
+                "too (dp_mesh_dims). In functional mode, torch.func and functional_call(), their gradients would be "
+                "summed over these: use the default mode"
             )
 
 
