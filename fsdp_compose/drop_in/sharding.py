@@ -175,7 +175,9 @@ def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[Device
     """Return the data-parallel part of a mesh, and whether all of it replicates."""
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in (mesh.mesh_dim_names or ()):
-            raise MisuseError(f"fully_shard(dp_mesh_dims=...): {mesh} has no dimension {name!r}")
+            raise MisuseError(
+                f"fully_shard(dp_mesh_dims=...): {name!r} not found in mesh.mesh_dim_names: {mesh.mesh_dim_names}"
+            )
     parts = [_one_dim(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
     if not parts:
         raise MisuseError("fully_shard(dp_mesh_dims=...): expected names in shard or replicate, got none")
@@ -201,11 +203,13 @@ def _leave_data_parallel_dims(
             continue
         if not isinstance(param, DTensor) or param.device_mesh != mesh:
             what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "not a DTensor"
-            raise MisuseError(f"fully_shard(dp_mesh_dims=...): {fqn} is {what}; expected a DTensor on {mesh}")
+            raise MisuseError(
+                f"fully_shard(dp_mesh_dims=...): parameters must be DTensors on {mesh}, but {fqn} is {what}"
+            )
         if not all(isinstance(param.placements[i], Replicate) for i in ours):
             raise MisuseError(
-                f"fully_shard(dp_mesh_dims=...): {fqn} is placed {param.placements} on {names}; expected Replicate() "
-                "on the data-parallel dimensions"
+                "fully_shard(dp_mesh_dims=...): Expected Replicate() on the data-parallel dimensions, but "
+                f"{fqn} is placed {param.placements} on {names}"
             )
         if param.grad is not None:
             raise MisuseError(

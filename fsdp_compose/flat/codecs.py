@@ -149,7 +149,7 @@ class ExtensionCodec(ParameterCodec):
             stride = torch.empty(self.shape, device="meta").stride()
             arguments = (mesh, self.shape, stride, self.module(), self.policy)
             inputs, metadata = instance.fsdp_pre_all_gather(*arguments)
-        return [*inputs], metadata
+        return [inputs] if isinstance(inputs, torch.Tensor) else [*inputs], metadata
 
     def make(
         self, instance: Any, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype

@@ -855,8 +855,8 @@ def test_dimensions_that_cannot_be_meant_are_refused():
     with fake_process_group(world_size=4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for dims, error in (
-            (drop_in.DataParallelMeshDims(shard="fsdp"), "no dimension 'fsdp'"),
-            (drop_in.DataParallelMeshDims(shard="dp"), "weight is not a DTensor"),
+            (drop_in.DataParallelMeshDims(shard="fsdp"), "'fsdp' not found in mesh.mesh_dim_names"),
+            (drop_in.DataParallelMeshDims(shard="dp"), "must be DTensors .* weight is not a DTensor"),
         ):
             model = nn.Linear(4, 4)
             with pytest.raises(ValueError, match=error):

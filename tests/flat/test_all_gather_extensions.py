@@ -797,3 +797,30 @@ def test_methods_that_are_set_on_a_local_tensor_are_refused_by_name(is_replicate
         model(torch.randn(4, DIM))
     del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
     model(torch.randn(4, DIM)).sum().backward()
+
+
+class OneInput(Wrapper):
+    """Returns its only input by itself, where others return a tuple."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return self._inner.to(torch.bfloat16), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        (data,) = outputs
+        if out is None:
+            result = data.to(param_dtype)
+            return result, (result,)
+        out.copy_(data)
+        return None
+
+
+@distributed(world_size=2)
+def test_an_only_input_may_be_returned_by_itself():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM, bias=False))
+    weight = model[0].weight.detach().clone()
+    model[0].weight = nn.Parameter(OneInput(weight))
+    fully_shard(model)
+    x = torch.randn(4, DIM)
+    for _ in range(2):
+        assert torch.equal(model(x), x @ weight.bfloat16().float().T)
