@@ -1055,6 +1055,15 @@ def as_parameter(tensor: Any, requires_grad: bool) -> Any:
     return tensor.requires_grad_(requires_grad)
 
 
+grad_dtype_slot: Any = getattr(torch.Tensor, "grad_dtype", None)
+"""Reads and sets ``grad_dtype`` of a tensor of any class; ``None`` in a torch without it."""
+
+
+def has_grad_dtype_override(tensor: torch.Tensor) -> bool:
+    """Whether ``grad_dtype`` was set, to whatever dtype. Before torch 2.15 nothing tells: ``False``."""
+    return bool(getattr(tensor, "_has_grad_dtype_override", False))
+
+
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor that may be the result of a collective in flight, as DTensors make them."""
     return tensor.wait() if isinstance(tensor, _AsyncCollectiveTensor) else tensor

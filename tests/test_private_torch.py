@@ -803,6 +803,23 @@ def test_make_dtensor(mesh):
     assert tensor.to_local().data_ptr() == buffer[4:].data_ptr()
 
 
+@pytest.mark.skipif(_torch.grad_dtype_slot is None, reason="this torch has no grad_dtype")
+def test_grad_dtype_slot():
+    param = nn.Parameter(torch.zeros(2))
+    _torch.grad_dtype_slot.__set__(param, torch.float64)
+    assert param.grad_dtype == _torch.grad_dtype_slot.__get__(param) == torch.float64
+
+
+def test_has_grad_dtype_override():
+    param = nn.Parameter(torch.zeros(2))
+    assert not _torch.has_grad_dtype_override(param)
+    if hasattr(torch.Tensor, "_has_grad_dtype_override"):  # since torch 2.15
+        param.grad_dtype = torch.float32
+        assert _torch.has_grad_dtype_override(param)
+    else:
+        assert torch.__version__ < "2.15"
+
+
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_as_parameter(mesh, requires_grad):
     """It has what ``nn.Parameter()`` gives to its alias."""

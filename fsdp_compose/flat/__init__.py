@@ -37,6 +37,7 @@ from .events import watched as watched
 from .flat_param import FlatParamHandle as FlatParamHandle
 from .flat_param import Owner as Owner
 from .flat_param import add_segment as add_segment
+from .flat_param import check_grad_dtype as check_grad_dtype
 from .flat_param import check_segments as check_segments
 from .flat_param import forget as forget
 from .flat_param import gather_flat as gather_flat
@@ -44,11 +45,11 @@ from .flat_param import handle_of as handle_of
 from .flat_param import handle_of_segment as handle_of_segment
 from .flat_param import know_as as know_as
 from .flat_param import mark_owner as mark_owner
-from .flat_param import note_write as note_write
 from .flat_param import owner_of as owner_of
 from .flat_param import segment_over as segment_over
 from .flat_param import segment_owners as segment_owners
 from .flat_param import sharded_param_owners as sharded_param_owners
+from .flat_param import take_over as take_over
 from .flat_param import wholes_of as wholes_of
 from .flat_views import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .flat_views import FlatSegment as FlatSegment
@@ -95,7 +96,6 @@ from .sharded_param import make_gradient as make_gradient
 from .sharded_param import refuse_meta_content as refuse_meta_content
 from .sharded_param import restore_attributes as restore_attributes
 from .sharded_param import sharded_param_of as sharded_param_of
-from .sharded_param import take_content as take_content
 from .sharded_param import whole_like_original as whole_like_original
 from .tensor_parallel import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
 from .tensor_parallel import TensorParallel as TensorParallel

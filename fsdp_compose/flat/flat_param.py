@@ -32,17 +32,24 @@ import torch.nn as nn
 from .._torch import PlainAttributes
 from ..comm import DataParallelMesh, Label, Names, Transport, TransportRole
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
+from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, note_write_of_all_ranks
 from .accumulation import PendingGradients
 from .codecs import PRE, ExtensionCodec
 from .flat_views import FlatSegment, check_segments_agree
 from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, LocalShards, full_views, local_views
-from .param_kind import ParameterKind
+from .param_kind import ParameterKind, own_grad_dtype
 from .reduction import Reduction
 from .shard_storage import ON_DEVICE, ShardStorage
-from .sharded_param import Snapshot, local_elements, rebind_sharded_param
+from .sharded_param import (
+    NOT_COPIED,
+    Snapshot,
+    is_sharded_like,
+    local_elements,
+    rebind_sharded_param,
+    take_content,
+)
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
 from .unsharded_extension import ExtendedUnsharded
@@ -256,17 +263,10 @@ class FlatParamHandle(_Referable):
         # All ranks still reduce what they were going to reduce.
         self.pending_gradients.is_trainable |= any(flags)
 
-    def refuse_late_settings(self) -> None:
-        """Raise if something was set on a sharded parameter, or its local tensor, that is read only by
-        ``fully_shard()``."""
-        expected = self.gradient.dtype
+    def refuse_late_methods(self) -> None:
+        """Raise if methods of an all-gather were set on a sharded parameter's local tensor: ``fully_shard()`` alone
+        looks for them."""
         for sharded, fqn in zip(self.sharded_params, self.fqns, strict=True):
-            wanted = getattr(sharded, "grad_dtype", expected)
-            if sharded.requires_grad and wanted != expected:
-                raise MisuseRuntimeError(
-                    f"grad_dtype of {fqn} was set to {wanted}, but its gradients are sharded in {expected}: set it "
-                    "before fully_shard()"
-                )
             # FSDP2 looks for the method at each all-gather.
             if self.kind.codec.gathered_by is None and PRE in vars(local_elements(sharded)):
                 raise MisuseRuntimeError(
@@ -405,11 +405,32 @@ def find(owners: Owners, param: torch.Tensor) -> tuple[FlatParamHandle, int] | N
     return None if owner is None or handle is None else (handle, owner[1])
 
 
-def note_write(sharded: nn.Parameter) -> None:
-    """Tell a backward whose forward is over that ``sharded`` has received other elements, in memory of their own."""
+def check_grad_dtype(sharded: nn.Parameter, given: torch.Tensor) -> None:
+    """Raise RuntimeError if ``take_over`` cannot take the ``grad_dtype`` that was set for ``given``."""
+    place, wanted = handle_of(sharded), own_grad_dtype(given) if isinstance(given, nn.Parameter) else None
+    if place is not None and wanted not in (None, place[0].gradient.dtype):
+        raise MisuseRuntimeError(
+            f"the parameter that was assigned to {place[0].name_of(place[1])} has grad_dtype {wanted}, but gradients "
+            f"there are sharded in {place[0].gradient.dtype}: set grad_dtype before fully_shard()"
+        )
+
+
+def take_over(sharded: nn.Parameter, given: torch.Tensor) -> None:
+    """Let a sharded parameter have all that a tensor has that would replace it: its elements (see ``take_content``);
+    and if it is a parameter of no group, its hooks, attributes, and a gradient that is sharded likewise. Ranks: as
+    ``take_content``."""
     place = handle_of(sharded)
+    new = given if isinstance(given, nn.Parameter) and handle_of(given) is None else None
+    if new is not None and place is not None:
+        place[0].hooks.move_over(place[1], new)
+    take_content(sharded, given)
     if place is not None:
-        note_write_of_all_ranks(place[0].shard)
+        note_write_of_all_ranks(place[0].shard)  # for a backward whose forward is over
+    if new is not None:
+        if isinstance(new.grad, RaggedDTensor) and is_sharded_like(new.grad, sharded):
+            sharded.grad = new.grad
+        hidden = {*NOT_COPIED, OWNER_ATTRIBUTE}
+        sharded.__dict__.update({key: value for key, value in new.__dict__.items() if key not in hidden})
 
 
 def mark_owner(parameter: nn.Parameter, group: str, fqn: str) -> None:

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._torch import is_wrapper
+from .._torch import grad_dtype_slot, has_grad_dtype_override, is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import common_tensor, describe_part, inner_tensors
 from .codecs import (
@@ -84,9 +84,10 @@ class ParameterKind:
 
 
 def own_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype that was set for gradients of ``param``, if it differs from its own dtype."""
+    """The dtype that was set for gradients of ``param``. Before torch 2.15 nothing tells if it was set to the dtype of
+    ``param``."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)  # subclasses may lack it
-    return None if dtype == param.dtype else dtype
+    return dtype if dtype != param.dtype or has_grad_dtype_override(param) else None
 
 
 def is_any_grad_dtype(param: torch.Tensor) -> bool:
@@ -99,7 +100,7 @@ def expect_gradient(param: torch.Tensor, dtype: torch.dtype) -> None:
     """Let ``param`` have gradients of ``dtype``, which may be its own."""
     if dtype != getattr(param, "grad_dtype", dtype):
         gradient, param.grad = param.grad, None
-        param.grad_dtype = dtype
+        grad_dtype_slot.__set__(param, dtype)  # not by its name, which parameters of groups refuse
         if gradient is not None:
             param.grad = gradient.to(dtype)
 

@@ -28,11 +28,11 @@ from .._torch import (
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import (
     SHARDED_PARAM_ATTRIBUTE,
+    check_grad_dtype,
     handle_of,
     is_sharded_like,
     local_elements,
-    note_write,
-    take_content,
+    take_over,
 )
 from ..ragged import RaggedDTensor, requires_grad_writes
 from .kept_tensors import BatchedKeptTensors
@@ -192,8 +192,8 @@ def take_over_assigned(swap: ParameterSwap) -> None:
 
 
 def _take_over(own: nn.Parameter, given: nn.Parameter, places: _Places) -> None:
-    take_content(own, given)
-    note_write(own)
+    check_grad_dtype(own, given)
+    take_over(own, given)
     own.requires_grad_(given.requires_grad)
     remember_sharded_param(given, own)
     for params, name in places:
@@ -225,8 +225,6 @@ class Replacement(NamedTuple):
     def take_over(self) -> None:
         """Let the group's own parameter take over the elements, and return to its slots. Ranks: all of the mesh."""
         _take_over(self.own, self.given, self.places)
-        if not isinstance(self.given, DTensor):
-            self.own.__dict__.update(self.given.__dict__)  # the attributes that the user has set
         make_proxies([(self.given, self.own)])
 
 

@@ -28,10 +28,10 @@ from ..flat import (
     ManagedParameter,
     Owner,
     check_content,
+    check_grad_dtype,
     handle_of,
-    note_write,
     refuse_meta_content,
-    take_content,
+    take_over,
 )
 from ..ragged import RaggedDTensor
 from .hook_decorators import MARKS, ends_forward
@@ -370,12 +370,12 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, meta
         refuse_meta_content(sharded_params[name], value, _join(fqn, name))
         if is_assigned:
             check_content(sharded_params[name], value, _join(fqn, name))
+            check_grad_dtype(sharded_params[name], value)
     notice_load((sharded_params[name], value) for name, value in given.items())
     # In its slot the value itself would be a parameter that no optimizer trains.
     if is_assigned:
         for name, value in given.items():
-            take_content(sharded_params[name], value)
-            note_write(sharded_params[name])
+            take_over(sharded_params[name], value)
             state_dict[prefix + name] = sharded_params[name]  # load_state_dict() works on a copy of the user's dict
     _show_sharded(module)
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
-from .._torch import is_swapping_tensors
+from .._torch import grad_dtype_slot, is_swapping_tensors
 from ..errors import MisuseRuntimeError
 
 # ---- What sharded parameters, and tensors made from them, know about their group
@@ -113,6 +113,19 @@ class OwnedDTensor(DTensor):
             f"share_memory_() of a sharded tensor of shape {tuple(self.shape)}: give other processes its "
             ".full_tensor(), or this rank's part, .to_local()"
         )
+
+    def _set_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        owner, present = self.__dict__.get(OWNER_ATTRIBUTE), grad_dtype_slot.__get__(self)
+        if owner is not None and dtype != present:
+            group, fqn = owner
+            raise RuntimeError(
+                f"grad_dtype of {fqn} of the fully_shard group {group} cannot be set to {dtype}: its gradients are "
+                f"sharded in {present}. Set it before fully_shard()"
+            )
+        grad_dtype_slot.__set__(self, dtype)
+
+    if grad_dtype_slot is not None:
+        grad_dtype = property(grad_dtype_slot.__get__, _set_grad_dtype)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         owner = parameter_owners.get(id(self))

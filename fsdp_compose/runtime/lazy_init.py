@@ -574,7 +574,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     take_over(root, states)  # changes since fully_shard()
     for item in states:
         for handle in item._handles:
-            handle.refuse_late_settings()
+            handle.refuse_late_methods()
     broadcast_first_replica([item for item in states if item.root is None])
     if mesh.has_peers:
         compare_replicas(mesh, [item for item in states if item.root is None])

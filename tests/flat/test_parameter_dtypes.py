@@ -497,11 +497,45 @@ def test_grad_dtype_none_keeps_the_dtype_that_gradients_are_reduced_in(param_dty
 def test_grad_dtype_that_is_set_after_sharding_is_refused_by_name(dtype):
     model = nn.Sequential(nn.Linear(DIM, DIM))
     fully_shard(model)
-    model[0].weight.grad_dtype = dtype
-    with pytest.raises(RuntimeError, match=r"grad_dtype of 0\.weight .* before fully_shard\(\)"):
-        model(torch.randn(4, DIM))
-    model[0].weight.grad_dtype = torch.float32
-    model(torch.randn(4, DIM)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"grad_dtype of 0\.weight .* before fully_shard\(\)"):
+            model[0].weight.grad_dtype = dtype
+        model[0].weight.grad_dtype = torch.float32
+        model(torch.randn(4, DIM)).sum().backward()
+        assert model[0].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "_has_grad_dtype_override"), reason="torch < 2.15 does not tell if it was set"
+)
+@distributed(world_size=2)
+def test_grad_dtype_that_is_that_of_the_parameter_survives_conversions():
+    for system in (fsdp.fully_shard, fully_shard):
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+        model[0].weight.grad_dtype = torch.float32
+        system(model)
+        model.bfloat16()
+        model(torch.randn(4, DIM, dtype=torch.bfloat16)).sum().backward()
+        found = {name: param.grad.dtype for name, param in model.named_parameters()}
+        assert found.pop("0.weight") == torch.float32 and {*found.values()} == {torch.bfloat16}, system
+
+
+@pytest.mark.parametrize("way", ["set", "load"])
+@has_grad_dtype
+@distributed(world_size=2)
+def test_grad_dtype_of_an_assigned_parameter_is_refused_by_name(way):
+    model = nn.Sequential(nn.Linear(DIM, DIM))
+    fully_shard(model)
+    given = nn.Parameter(model[0].weight.detach().clone())
+    given.grad_dtype = torch.bfloat16
+    with pytest.raises(
+        RuntimeError, match=r"assigned to 0\.weight has grad_dtype torch\.bfloat16.*before fully_shard"
+    ):
+        if way == "set":
+            model[0].weight = given
+            model(torch.randn(4, DIM))
+        else:
+            model.load_state_dict({**model.state_dict(), "0.weight": given}, assign=True)
 
 
 @has_grad_dtype

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.utils.prune as prune
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -112,6 +113,39 @@ def test_ties_that_are_assigned_together_hold():
     assert model.head.weight is model.tokens.weight
     for name, value in whole(model, lambda param: param.grad, reference).items():
         torch.testing.assert_close(value, dict(reference.named_parameters())[name].grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["slot", "load", "slot, later", "load, later"])
+@distributed(world_size=2)
+def test_hooks_gradient_and_attributes_of_what_is_assigned_hold_as_under_fsdp2(way):
+    found = []
+    for system in (torch_fully_shard, fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4))
+        system(model)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        if "later" in way and system is fully_shard:  # FSDP2 notices nothing after the first forward
+            model(x).sum().backward()
+            model.zero_grad()
+        calls: list[str] = []
+        given = nn.Parameter(model[0].weight.detach().clone() * 2)
+        given.register_post_accumulate_grad_hook(lambda _, calls=calls: calls.append("accumulated"))
+        given.grad = torch.ones_like(given)
+        given.mine = 5
+        if "slot" in way:
+            model[0].weight = given
+        else:
+            model.load_state_dict({**model.state_dict(), "0.weight": given}, assign=True)
+        model(x).square().sum().backward()
+        weight = model[0].weight
+        results = [weight.full_tensor().detach(), weight.grad.full_tensor(), len(calls), weight.mine]
+        model(x).square().sum().backward()
+        found.append([*results, weight.grad.full_tensor(), len(calls)])
+    for theirs, ours in zip(*found, strict=True):
+        if isinstance(ours, torch.Tensor):
+            torch.testing.assert_close(ours, theirs)
+        else:
+            assert ours == theirs
 
 
 @distributed(world_size=2)
