@@ -128,12 +128,14 @@ def specs_of(own: TensorParallel | None, num_params: int) -> Sequence[DTensorSpe
 class TensorParallel:
     """How the parameters of one flat parameter are placed on meshes of their own."""
 
-    __slots__ = ("_dtensors", "_own_dims", "_transports", "shown", "specs")
+    __slots__ = ("_dtensors", "_own_dims", "_transports", "is_shown_on_data_dims", "shown", "specs")
 
     def __init__(self, specs: Sequence[DTensorSpec | None], shown: Sequence[DTensorSpec | None]) -> None:
         self.specs = tuple(specs)  # of each parameter before fully_shard; None if it was not a DTensor
         self.shown = tuple(shown)  # as forward sees it
         self._own_dims = [_own_dims(*pair) for pair in zip(specs, shown, strict=True)]
+        # Whether forward sees a parameter on a mesh with data-parallel dimensions.
+        self.is_shown_on_data_dims = any(dims is not None for dims in self._own_dims)
         self._dtensors = [(i, spec) for i, spec in enumerate(specs) if spec is not None]
         meshes = dict.fromkeys(spec.mesh for _, spec in self._dtensors)
         self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}
@@ -151,11 +153,6 @@ class TensorParallel:
         if all(shown is None for _, shown in pairs):
             return None
         return TensorParallel([spec for spec, _ in pairs], [shown for _, shown in pairs])
-
-    @property
-    def is_shown_on_data_dims(self) -> bool:
-        """Whether forward sees a parameter on a mesh with data-parallel dimensions."""
-        return self.shown != self.specs
 
     def change_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> None:
         """Replace each transport of sums by ``change(transport, role)``, from the next sum on."""
