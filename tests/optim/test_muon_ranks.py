@@ -149,7 +149,7 @@ def test_plain_parameters_are_each_ranks_own():
     assert bool((own != 1).all()) == (rank == 1)
 
 
-@distributed(world_size=(2, 4))
+@distributed(world_size=(2, 4), fresh=True)  # the carrier keeps the size that optional groups of another test took
 def test_a_step_costs_one_small_exchange():
     _, optimizer = made()
     carrier = Carrier.of(dist.group.WORLD)
