@@ -528,9 +528,7 @@ def test_grad_dtype_of_an_assigned_parameter_is_refused_by_name(way):
     fully_shard(model)
     given = nn.Parameter(model[0].weight.detach().clone())
     given.grad_dtype = torch.bfloat16
-    with pytest.raises(
-        RuntimeError, match=r"assigned to 0\.weight has grad_dtype torch\.bfloat16.*before fully_shard"
-    ):
+    with pytest.raises(RuntimeError, match=r"assigned to 0\.weight has grad_dtype torch\.bfloat16.*before fully_shard"):
         if way == "set":
             model[0].weight = given
             model(torch.randn(4, DIM))
