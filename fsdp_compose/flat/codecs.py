@@ -16,9 +16,9 @@ method makes the tensor that forward sees::
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors); None if given ``out``
 
-Both may communicate on ``mesh``. ``out`` is the result of an earlier call, to be filled again. The inner tensors are
-the memory of the result: it is freed, and allocated again, together with the gathered tensors. A third method is
-optional::
+Both may communicate on ``mesh``. A tensor by itself stands for a tuple of one. ``out`` is the result of an earlier
+call, to be filled again. The inner tensors are the memory of the result: it is freed, and allocated again, together
+with the gathered tensors. A third method is optional::
 
     fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool
 

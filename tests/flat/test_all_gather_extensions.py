@@ -805,13 +805,7 @@ class OneInput(Wrapper):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return self._inner.to(torch.bfloat16), None
 
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        (data,) = outputs
-        if out is None:
-            result = data.to(param_dtype)
-            return result, (result,)
-        out.copy_(data)
-        return None
+    fsdp_post_all_gather = PlainWithProtocol.fsdp_post_all_gather
 
 
 @distributed(world_size=2)
