@@ -1,4 +1,5 @@
-# make demo    train a small GPT with two processes      make test    run the tests
+# make demo    train a small GPT with two processes      make test    run each test with few of its cases
+# make test-all   run them with all cases                make costs   measure what tests cost (tests/tiers.py)
 # make test-compiled   run the tests of torch.compile
 # make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
@@ -25,7 +26,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-compiled test-programs test-integrations test-torch docs reference wheel faults lint format clean
+.PHONY: demo test test-all costs test-compiled test-programs test-integrations test-torch docs reference wheel faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -33,36 +34,30 @@ demo: .venv/installed-examples
 		$(BIN)/python -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
 		--nproc_per_node $(PROCESSES) --max-restarts $(RESTARTS) examples/train_gpt.py $(DEMO_ARGS)
 
-test: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal \
+test: TIER = small
+test-all: TIER = all
+test test-all: .venv/installed-test
+	$(BIN)/python -m pytest --tier $(TIER) --numprocesses $(TEST_PROCESSES) --dist worksteal \
 		--ignore tests/whole --ignore tests/compiled $(PYTEST_ARGS)
 
+costs: .venv/installed-test
+	$(BIN)/python -m pytest --tier all --write-costs tests/tools/costs.json --numprocesses 2 --dist worksteal $(PYTEST_ARGS) tests
+
 test-compiled: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests/compiled
+	$(BIN)/python -m pytest --tier all --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests/compiled
 
 test-programs: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses $(PROGRAM_PROCESSES) $(PYTEST_ARGS) tests/whole
+	$(BIN)/python -m pytest --tier all --numprocesses $(PROGRAM_PROCESSES) --dist worksteal $(PYTEST_ARGS) tests/whole
 
 test-integrations: .venv-integrations/installed
 	.venv-integrations/bin/python -m pytest --numprocesses $(PROGRAM_PROCESSES) $(PYTEST_ARGS) tests_integration
 
-# With another torch: `make test`'s tests, or those that TEST_ARGS names. A configuration of pip that caps torch is set aside for
-# this environment alone. Its packages are the pinned ones where this torch allows it: older ones want an older setuptools.
+# With another torch: the tests of `make test`, or those that TEST_ARGS names.
 TORCH_ENV = .venv-torch-$(VERSION)
 
 test-torch: $(TORCH_ENV)/installed
-	$(TORCH_ENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal \
+	$(TORCH_ENV)/bin/python -m pytest --tier all --numprocesses $(TEST_PROCESSES) --dist worksteal \
 		$(or $(TEST_ARGS),--ignore tests/whole --ignore tests/compiled) $(PYTEST_ARGS)
-
-$(TORCH_ENV)/installed: pyproject.toml constraints.txt
-	@test -n '$(VERSION)' || { echo 'say which: make test-torch VERSION=2.15.0'; exit 1; }
-	@test -n '$(PYTHON)' || { echo 'no Python >= 3.10 with venv found: install one, or say PYTHON=/path/to/python'; exit 1; }
-	test -x $(TORCH_ENV)/bin/python || $(PYTHON) -m venv $(TORCH_ENV)
-	grep -vE '^(torch|triton|cuda|nvidia|setuptools)[-=]' constraints.txt > $(TORCH_ENV)/constraints.txt
-	echo 'torch==$(VERSION)' >> $(TORCH_ENV)/constraints.txt
-	PIP_CONFIG_FILE=/dev/null $(TORCH_ENV)/bin/python -m pip install --disable-pip-version-check \
-		--constraint $(TORCH_ENV)/constraints.txt --editable '.[test]'
-	touch $@
 
 docs: .venv/installed-docs .venv/installed-test
 	$(BIN)/python -m pytest --quiet tests/whole/test_documentation.py
@@ -92,14 +87,27 @@ clean:
 
 # One stamp per extra of pyproject.toml: installed again only when what is to be installed changes.
 .venv/installed-%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-.venv-integrations/installed: pyproject.toml tests_integration/requirements.txt
-	@test -n '$(PYTHON)' || { echo 'no Python with venv found: install one, or say PYTHON=/path/to/python'; exit 1; }
-	test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/python -m pip install --disable-pip-version-check --no-deps -r tests_integration/requirements.txt
-	.venv-integrations/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
+# Other environments take from .venv what they do not install themselves. What is compiled at the first import need not be now.
+PIP_INSTALL = $(BIN)/python -m pip --python $(@D)/bin/python install --disable-pip-version-check --no-compile
+
+define take_the_rest_from_venv
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+endef
+
+.venv-integrations/installed: .venv/installed-test tests_integration/requirements.txt
+	$(take_the_rest_from_venv)
+	$(PIP_INSTALL) --no-deps -r tests_integration/requirements.txt
+	touch $@
+
+# A configuration of pip that caps torch is set aside for this environment alone.
+.venv-torch-%/installed: .venv/installed-test
+	$(take_the_rest_from_venv)
+	PIP_CONFIG_FILE=/dev/null $(PIP_INSTALL) torch==$*
 	touch $@
 
 $(BIN)/python:

@@ -5,13 +5,16 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Generator
 from multiprocessing.util import Finalize
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests import harness
+from tests import harness, tiers
+from tests.tools.costs import Costs
 
 # No name is asked of a server: a store asks for that of each client, which is on this machine, and where an answer is
 # lost every rank waits five seconds for it.
@@ -20,6 +23,8 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # What tests leave there, on every rank, is removed at the end of this process, after the folder of multiprocessing.
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fsdp_compose_tests_")
 Finalize(None, shutil.rmtree, args=(tempfile.tempdir, True), exitpriority=-200)
+
+CHOSEN = pytest.StashKey[tuple[int, int]]()  # how many tests run, and of how many
 
 # A deadline per example measures the machine, not the code; CI must not fail on a new example.
 settings.register_profile("dev", deadline=None)
@@ -49,39 +54,8 @@ def _earlier_modules_are_no_garbage() -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     harness.shutdown_pools()
-
-
-# The files that take longest, in that order. They come first: at the end nothing long is left that one worker would do
-# while the others have nothing to do.
-LONGEST = (
-    "test_whole_model_compile",
-    "test_reductions",
-    "test_edits",
-    "test_recovery",
-    "test_every_group_reduced",
-    "test_tensor_parallel",
-    "test_features",
-    "test_compile",
-    "test_stream_order",
-    "test_offload",
-    "test_offload_states",
-    "test_one_rank_differs",
-    "test_parity",
-    "test_strategies",
-    "test_weight_sync",
-    "test_all_gather_extensions",
-    "test_harness",
-    "test_torch_state_dicts",
-    "test_sharded_params",
-    "test_backward_inside_forward",
-    "test_private_torch",
-    "test_ragged",
-    "test_parts",
-    "test_hybrid",
-    "test_checkpoint_storage",
-    "test_memory",
-    "test_replicate",
-)
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["chosen"] = session.config.stash.get(CHOSEN, (0, 0))
 
 
 # What depends on torch's formats and private names: with another torch all of these are run; of those of checkpoints,
@@ -90,7 +64,14 @@ OF_TORCH = ("parity", "drop_in", "private_torch", "requirements", "old_names", "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-costs", type=Path, metavar="FILE", help="write what each test costs to this file")
+    parser.addoption("--tier", choices=tiers.TIERS, default="every", help="tests/tiers.py says what each runs")
     parser.addoption("--sixtieth", type=int, help="0 to 59: of the tests that depend on torch least, this part alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (file := config.getoption("--write-costs")) is not None:
+        config.pluginmanager.register(Costs(file.resolve()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -99,8 +80,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if not _is_in_part(item, part)]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
-    place = {f"{name}.py": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    total = len(items)
+    items[:], left = tiers.choose(items, config.getoption("--tier"))
+    config.hook.pytest_deselected(items=left)
+    config.stash[CHOSEN] = len(items), total
+    _longest_first(items)
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Sorts files by what they cost: at the end nothing long is left that one worker would do while the others have
+    nothing to do."""
+    costs, of_file = tiers.measured(), Counter()
+    for item in items:
+        of_file[item.path] += costs.get(tiers.function_of(item), tiers.UNKNOWN)
+    items.sort(key=lambda item: -of_file[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """What a worker of xdist has collected, told to the process that prints."""
+    if (output := getattr(node, "workeroutput", None)) is not None:
+        node.config.stash[CHOSEN] = tuple(output["chosen"])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    run, total = config.stash.get(CHOSEN, (0, 0))
+    if run != total:
+        terminalreporter.write_line(f"{run:,} of {total:,}; all: make test-all")
 
 
 def _is_in_part(item: pytest.Item, part: int) -> bool:

@@ -335,7 +335,7 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """Check ``mesh``, or make the default one over all ranks.
 
     Raises:
-        RuntimeError: there is no mesh and no initialised process group to make one from.
+        RuntimeError: there is no mesh and no initialized process group to make one from.
         TypeError: ``mesh`` is no ``DeviceMesh``.
         ValueError: ``mesh`` has more than two dimensions, or this rank is not in it.
     """

@@ -191,9 +191,8 @@ class Accumulation:
 
     def show(self) -> None:
         """Show an ``UnreducedGradient`` on every parameter that has contributed, on any rank."""
-        reference = weakref.ref(
-            self
-        )  # parameters hold their gradients, and must be freed without the garbage collector
+        # Weak: parameters hold their gradients, and must be freed without the garbage collector.
+        reference = weakref.ref(self)
         for i, (parameter, sharded_params) in enumerate(self.places):
             if i not in self._shown and any(self.is_used[sharded_params.start : sharded_params.stop]):
                 name, zero = self.names[sharded_params.start], partial(_zero_in_place, reference, i)

@@ -8,7 +8,6 @@ whole, and the handling of gradients that are not yet reduced over all data rank
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -21,56 +20,9 @@ from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
-from .reduction import AVERAGE, Reduction, ReplicaAverage, average_replicas
+from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas
 
 # ---- The input of a reduction: pooled memory, and the gradients that are copied there
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class ReduceBuffer:
-    """The pooled input of reduce-scatters of one dtype on one device: a storage that grows to the largest layout."""
-
-    # One, not several: a second reduce-scatter in flight took a block of memory and saved no time when measured.
-
-    dtype: torch.dtype
-    device: torch.device
-    pool: object  # identifies the communicator that owns it
-    storage: torch.UntypedStorage = field(init=False)
-    nbytes: int = 0  # current size of the storage
-    zeroed_gaps: object = None  # the padding that is known to be zero
-
-    def __post_init__(self) -> None:
-        self.storage = torch.empty(0, dtype=self.dtype, device=self.device).untyped_storage()
-
-    def make_room(self, nbytes: int) -> None:
-        if self.nbytes < nbytes:
-            self.storage.resize_(0)  # the content need not be copied
-            self.storage.resize_(nbytes)
-            self.nbytes = nbytes
-            self.zeroed_gaps = None
-
-    def view(self, numel: int) -> torch.Tensor:
-        """View the first elements as a tensor."""
-        self.make_room(numel * self.dtype.itemsize)
-        with torch.inference_mode(False), torch.no_grad():
-            flat = torch.empty(0, dtype=self.dtype, device=self.device)
-            flat.set_(self.storage, 0, (numel,), (1,))
-        return flat
-
-    def take(self, reduction: Reduction) -> None:
-        """Make room for a reduction, with zeros in its padding."""
-        # Flat parameters of different layouts share the buffer, and flat gradients are padded with zeros: a reduction
-        # that takes the buffer over from another layout zeroes its own padding.
-        if self.zeroed_gaps is not reduction.gap_bounds:  # otherwise there is room: equal paddings mean equal lengths
-            self.make_room(reduction.flat.nbytes)
-            if reduction.gaps:
-                foreach_zero_(reduction.gaps)
-            self.zeroed_gaps = reduction.gap_bounds
-
-    def free(self) -> None:
-        self.storage.resize_(0)
-        self.nbytes = 0
-        self.zeroed_gaps = None
 
 
 def fill(views: list[torch.Tensor], grads: list[torch.Tensor], missing: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -40,7 +40,7 @@ from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, LocalShards, full_views, local_views
 from .param_kind import ParameterKind, own_grad_dtype
-from .reduction import Reduction
+from .reduction import ReduceBuffer, Reduction
 from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import (
     NOT_COPIED,
@@ -53,9 +53,6 @@ from .sharded_param import (
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
 from .unsharded_extension import ExtendedUnsharded
-
-if TYPE_CHECKING:
-    from .collectives import ReduceBuffer
 
 _requires_grad = attrgetter("requires_grad")
 

@@ -389,7 +389,7 @@ class Scheduler(Protocol):
         """An outermost forward begins, with a flat parameter still gathered: gather again if it may be out of date."""
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
-        """A forward of a group begins: count it (``Forward.enter``), gather the group, and prefetch the next one."""
+        """A forward of a group begins: count it, gather the group, and prefetch the next one."""
 
     def before_recomputation(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         """Activation checkpointing repeats a forward of a group: gather the group."""

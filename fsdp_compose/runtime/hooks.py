@@ -57,7 +57,7 @@ from .differentiable_gather import notice_inputs
 from .functional_mode import FunctionalMode, own_values
 from .group_ops import follow_requires_grad_writes_of_forward, reshard, reshard_until_backward
 from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
-from .lazy_init import detect_again, initialise, take_over, tree, tree_has_changed, warn_of_different_inputs
+from .lazy_init import detect_again, initialize, take_over, tree, tree_has_changed, warn_of_different_inputs
 from .recovery import is_running, recover, recover_backward
 from .untracked_writes import forgive_versions, look_for_writes, refuse_untracked_writes
 
@@ -112,14 +112,14 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
     root = state.root
     if root is None:
         with own_values([item for item, _ in states_to_run(module)]):
-            root = initialise(state, module)
+            root = initialize(state, module)
         _begin_forward(root, state, is_in_functional_call())
     elif root.forward.depth == 0 or (state.place.is_outermost and not is_running(root.forward.caller)):
         if root.is_dead:
             recover(root)
         is_given, detector = False, root.detector
         if detector is None or root.generation != tree.generation:
-            root = initialise(state, module)  # the root module no longer exists, or a group was added somewhere
+            root = initialize(state, module)  # the root module no longer exists, or a group was added somewhere
             is_given = is_in_functional_call()
         elif not detector.is_unchanged():
             # functional_call() puts other parameters into modules, which looks like a change by the user.
@@ -144,7 +144,7 @@ def enter_alone(state: _FSDPState, module: nn.Module) -> Root:
     follow_profiler()
     root = state.root
     if root is None or root.detector is None:
-        return initialise(state, module)
+        return initialize(state, module)
     if root.forward.depth == 0 and not root.detector.is_unchanged():
         return _follow_user(root, state, module)
     return root
@@ -154,7 +154,7 @@ def _follow_user(root: Root, state: _FSDPState, module: nn.Module) -> Root:
     """Take over, or refuse, what the user has changed since the last iteration."""
     states = root.live_states()
     if any(item.swap.children_changed() or find_untied(item.swap) for item in states):
-        return initialise(state, module)
+        return initialize(state, module)
     take_over(root, states)
     return root
 

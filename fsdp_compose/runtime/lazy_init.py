@@ -494,7 +494,7 @@ def _call_parameters(found: Sequence[tuple[_FSDPState, str]], roots: Iterable[nn
         state.call_parameters(Names((name,) if len(modules) == 1 else tuple(several)))
 
 
-def initialise(state: _FSDPState, module: nn.Module) -> Root:
+def initialize(state: _FSDPState, module: nn.Module) -> Root:
     """Make ``state``, whose module begins an outermost forward, the root of the groups below it, together with the
     roots that share groups with it, if there are any.
 
