@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     MixedPrecisionPolicy,
+    RaggedDTensor,
     clip_grad_norm_,
     flat_parameters,
     fully_shard,
@@ -482,6 +483,21 @@ def assert_same_states(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got[0], expected[0], rtol=0, atol=0)
     torch.testing.assert_close(got[1]["state"], expected[1]["state"], rtol=0, atol=0)
     assert got[1]["param_groups"] == expected[1]["param_groups"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(world_size=2)
+def test_a_state_dict_has_the_parameters_themselves(layout):
+    """Not plain tensors: what saves or loads it must see which ranks have what."""
+    model = GPT(layers=2)
+    LAYOUTS[layout](model)
+    (batch,) = token_batches(1)
+    gpt_loss(model, local_part(batch)).backward()
+    saved = model.state_dict()
+    for name, param in model.named_parameters():
+        assert type(saved[name]) is RaggedDTensor, name
+        assert (saved[name].device_mesh, saved[name].placements) == (param.device_mesh, param.placements), name
+        assert saved[name].to_local().data_ptr() == param.to_local().data_ptr(), name
 
 
 @distributed(world_size=2)

@@ -102,6 +102,19 @@ def test_each_unsharded_parameter_lies_in_the_output_of_an_all_gather(param_dtyp
     assert len(seen) == len(list(model.parameters())) - 1
 
 
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_unsharded_memory_is_not_a_byte_larger_than_the_shards_of_all_ranks(reshard_after_forward):
+    with fake_process_group(world_size=3):
+        policy = MixedPrecisionPolicy(torch.bfloat16)
+        model = fully_shard(nn.Linear(3, 5), mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        (handle,) = handles_of(model)
+        for _ in range(2):
+            unshard(model)
+            assert all_unsharded_bytes(model) == 3 * handle.shard.numel() * torch.bfloat16.itemsize
+            model(torch.ones(1, 3)).sum().backward()
+            assert all_unsharded_bytes(model) == 0
+
+
 @distributed(world_size=1)
 def test_one_rank_computes_with_its_shard():
     model = fully_shard(nn.Linear(3, 3))
