@@ -150,7 +150,7 @@ def test_one_rank_alone_describes_what_all_hold_before_and_after_the_first_forwa
             assert not lines
         facts = facts_of(model)
         resharding = {group["options"]["reshard_after_forward"] for group in facts["groups"]}
-        assert resharding == ({"if it is not the root's"} if when == "before" else {"True", "False"})
+        assert resharding == ({"default (True; False for the root)"} if when == "before" else {"True", "False"})
         gpt_loss(model, local_part(next(batches(1)))).backward()
     dist.all_gather_object(others := [None, None], {**facts, "rank": 0, "totals": 0})
     assert others[0] == others[1]
@@ -192,7 +192,7 @@ Sequential: 2 groups, 3 flat parameters, 5 parameters of 440 elements
 rank 1 of 4 keeps 592 B of 1,888 B, of which 128 B are padding
 
 0 (Linear): sharded over ranks 0-3
-  mesh (4) on cpu; param_dtype=bfloat16, reshard_after_forward=if it is not the root's, forward_prefetch=1
+  mesh (4) on cpu; param_dtype=bfloat16, reshard_after_forward=default (True; False for the root), forward_prefetch=1
   float32, computed in bfloat16: 4 shards of 64 B, 96 B of padding in all, 128 B unsharded
     parameter  shape   dtype    elements  offset  held by
     0.weight   (8, 4)  float32        32       0  rows 0-3 on 0 | 4-7 on 1
@@ -225,14 +225,14 @@ Sequential: 6 groups, 6 flat parameters, 12 parameters of 140 elements
 rank 1 of 4 keeps 208 B of 832 B, of which 272 B are padding
 
 {0-2, 4-5} (Linear), 5 equal groups: sharded over ranks 0-3
-  mesh (4) on cpu; reshard_after_forward=if it is not the root's
+  mesh (4) on cpu; reshard_after_forward=default (True; False for the root)
   float32: 4 shards of 32 B, 48 B of padding in all, 128 B unsharded
     parameter  shape   dtype    elements  offset  held by
     0.weight   (4, 4)  float32        16       0  rows 0-1 on 0 | 2-3 on 1
     0.bias     (4,)    float32         4      16  rows 0-3 on 2
 
 3 (Linear): sharded over ranks 0-3
-  mesh (4) on cpu; reshard_after_forward=if it is not the root's
+  mesh (4) on cpu; reshard_after_forward=default (True; False for the root)
   float32: 4 shards of 48 B, 32 B of padding in all, 192 B unsharded
     parameter  shape   dtype    elements  offset  held by
     3.weight   (8, 4)  float32        32       0  rows 0-2 on 0 | 3-5 on 1 | 6-7 on 2
