@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .._arguments import checked
 from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, local_tensor
 from ..api import check_fully_shard, check_ignored, check_modules
 from ..api import fully_shard as _own
@@ -71,6 +72,7 @@ _NO_POLICY, _NO_OFFLOADING = MixedPrecisionPolicy(), OffloadPolicy()
 PlacementFn = Callable[[nn.Parameter], Any]  # to Shard, None, or torch's ShardPlacementResult
 
 
+@checked()
 def fully_shard(
     module: _M,
     *,

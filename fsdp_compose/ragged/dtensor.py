@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from .._arguments import checked
 from .._torch import (
     DTensorSpec,
     TensorMeta,
@@ -395,6 +396,7 @@ def distribute_ragged(
     """Shard a tensor by a ``RaggedShard``: ``distribute_tensor`` and ``redistribute`` for ragged layouts.
 
     Ranks: all ranks of the mesh.
+@checked()
 
     Args:
         tensor: a plain tensor (the whole one; the values of ``src_data_rank`` are used), or a DTensor in any layout.
