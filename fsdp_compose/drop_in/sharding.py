@@ -27,7 +27,7 @@ from ..errors import MisuseError
 from ..flat import FORWARD_SPEC_ATTRIBUTE, Granularity, Granule, as_ours, is_split_evenly
 from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
-from ..ragged import RaggedDTensor
+from ..ragged import RaggedDTensor, leave_partial
 from .module import StateFace, bind_methods, refuse_clash
 
 # ---- FSDP2's mixed-precision policy, with the meaning that it has in the installed torch.
@@ -119,6 +119,7 @@ def fully_shard(
     """
     modules, ignored = check_modules(module, "fully_shard"), check_ignored(ignored_params, "fully_shard")
     refuse_clash(modules)
+    leave_partial(True)
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
