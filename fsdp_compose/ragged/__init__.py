@@ -35,11 +35,12 @@ from .dtensor import shard_inner as shard_inner
 from .gather import DifferentiableGather as DifferentiableGather
 from .ops.operands import ReplicatedDTensor as ReplicatedDTensor
 from .ops.operands import map_instances as map_instances
+from .ops.pointwise import was_left_empty as was_left_empty
 from .ops.reductions import accurate_dtype as accurate_dtype
 from .ops.reductions import combine_norms as combine_norms
 from .ops.reductions import finish_norm as finish_norm
-from .ops.reductions import partial_norm as partial_norm
 from .ops.reductions import leave_partial as leave_partial
+from .ops.reductions import partial_norm as partial_norm
 from .ownership import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
 from .ownership import SHOWN_ATTRIBUTE as SHOWN_ATTRIBUTE
 from .ownership import MixedOperandsError as MixedOperandsError
