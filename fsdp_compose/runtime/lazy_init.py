@@ -679,8 +679,11 @@ def _meet_first_forward(
         if difference[0] == 0:
             raise MisuseRuntimeError(json.loads(difference[1]) or json.loads(difference[2]))
         _, a, b = difference
+        first, other = (json.loads(text or "{}") for text in (a, b))
+        words = [key for key in first if key in other and first[key] != other[key]]
         return (
-            f"first forward: the ranks have different models. The first difference is between rank 0, which has {a}, "
+            f"first forward: the ranks have different models{': ' * bool(words)}{', '.join(words)}. The first "
+            f"difference is between rank 0, which has {a}, "
             f"and rank {rank}, which has {b}. Build the same model and call fully_shard() the same way on every rank"
         )
 
@@ -691,6 +694,6 @@ def _meet_first_forward(
     verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=position)
     if verdict:
         raise RanksDifferError(verdict)
-    return digest
     if left_empty:
         raise MisuseRuntimeError(left_empty)
+    return digest
