@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from ._arguments import size_of
 from .api import plan
 from .flat import MixedPrecisionPolicy
 from .group import bytes_of_limit
@@ -111,7 +112,11 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options as arguments of ``plan()``. Raises ValueError for an invalid one."""
     compute, reduce = dtype_of(args.dtype, "--dtype"), dtype_of(args.reduce_dtype, "--reduce-dtype")
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    _settings_of(args.set)  # invalid settings raise here, before the factory is imported
+    # What is invalid raises here, before the factory is imported.
+    _settings_of(args.set)
+    limits = [text.strip() for text in (args.limits or "").split(",") if text.strip()]
+    for limit in limits:
+        bytes_of_limit(limit)
     return {
         "mesh": args.mesh,
         "wrap": None if args.wrap is None else [name for name in args.wrap.split(",") if name],
@@ -120,7 +125,7 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
         "strategy": args.strategy,
         "batch": args.batch,
         "seq": args.seq,
-        "limits": [_limit_of(text.strip()) for text in (args.limits or "").split(",") if text.strip()],
+        "limits": limits,
         **_optimizer_of(args.optimizer, not args.loop),
     }
 
@@ -133,11 +138,9 @@ def _tune_options_of(args: argparse.Namespace, sizes: Sequence[int], options: Ma
         raise ValueError("--tune: it chooses --mesh, --strategy, --keep-gathered and --limits itself: leave them out")
     if len(sizes) > 1:
         raise ValueError(f"--tune: expected one --world-size, got {args.world_size}")
-    memory = None if args.max_memory is None else _size_of(args.max_memory)
+    memory = None if args.max_memory is None else size_of(args.max_memory, f"--max-memory {args.max_memory}")
     if args.node_size is not None and args.node_size < 1:
         raise ValueError(f"--node-size {args.node_size}: expected at least 1")
-    if args.max_memory is not None and not memory:
-        raise ValueError(f"--max-memory {args.max_memory}: expected a size, for example 80GB")
     return given | {
         "world_size": sizes[0],
         "hardware": hardware_of(args.hardware or "h100"),
@@ -145,25 +148,6 @@ def _tune_options_of(args: argparse.Namespace, sizes: Sequence[int], options: Ma
         "max_memory": memory,
         "is_compiled": args.compiled,
     }
-
-
-def _limit_of(text: str) -> int | str:
-    size = _size_of(text)
-    if size is None:
-        bytes_of_limit(text)  # raises, unless it is a number of groups
-    return text if size is None else size
-
-
-def _size_of(text: str) -> int | None:
-    """Parse ``4GiB``; ``None``: it is no size."""
-    number = text.rstrip("KMGiB")
-    unit = _UNITS.get(text[len(number) :])
-    return int(number) * unit if number.isdecimal() and unit is not None else None
-
-
-_UNITS = {
-    "": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9,
-}  # fmt: skip
 
 
 def _optimizer_of(name: str, foreach: bool) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def _kinds_of(function: Callable[..., Any], expected: Mapping[str, str]) -> dict
         hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         tests = [test for item in hints if (test := _test_of(get_origin(item) or item)) is not None]
         if len(tests) == len(hints):
-            found[name] = [fits for fits, _ in tests], expected.get(name) or " or ".join([text for _, text in tests])
+            words = " or ".join(dict.fromkeys([text for _, text in tests]))
+            found[name] = [fits for fits, _ in tests], expected.get(name, words)
     return found
 
 
@@ -97,7 +98,9 @@ def _test_of(kind: Any) -> tuple[_Test, str] | None:
     if kind.__module__ in ("builtins", "collections.abc") and issubclass(kind, Iterable):
         return _TESTS[Mapping] if issubclass(kind, Mapping) else _TESTS[Iterable]
     name = f"torch.{kind.__name__}" if kind.__module__ == "torch" else kind.__qualname__
-    return (lambda value: isinstance(value, kind)), f"a{'n' if name[0] in 'AEIOU' else ''} {name}"
+    words = f"a{'n' if name[0] in 'AEIOU' else ''} {name}"
+    # By name: torch's policies and options are called like ours.
+    return (lambda value: kind.__name__ in [base.__name__ for base in type(value).__mro__]), words
 
 
 def _is_int(value: object) -> bool:
@@ -121,7 +124,7 @@ _TESTS: dict[Any, tuple[_Test, str]] = {
 
 def _shown(value: object) -> str:
     """A value in an error. The ``repr`` of others takes pages, or communicates."""
-    if isinstance(value, (type, FunctionType)):
+    if isinstance(value, FunctionType):
         return value.__qualname__
-    is_short = isinstance(value, (str, int, float, complex, NoneType, torch.dtype, torch.device, os.PathLike))
+    is_short = isinstance(value, (type, str, int, float, complex, NoneType, torch.dtype, torch.device, os.PathLike))
     return repr(value) if is_short else "..."

@@ -47,6 +47,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as _tensor_utils
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as _shape_and_offset
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.utils.stateless import _functional_call
@@ -65,6 +66,7 @@ __all__ = [
     "DTensorSpec",
     "DispatchMode",
     "IncompatibleKeys",
+    "NormPartial",
     "PlainAttributes",
     "Shown",
     "StorageInfo",

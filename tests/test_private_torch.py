@@ -208,6 +208,11 @@ class Backward(torch.autograd.Function):
         return grad, None
 
 
+def test_norm_partial():
+    placement = _torch.NormPartial(3.0)
+    assert placement.is_partial() and placement.norm_type == 3.0 and placement != Partial()
+
+
 def test_current_graph_task_id():
     assert _torch.current_graph_task_id() == -1
     x, outer, inner = torch.ones(2, requires_grad=True), [], []

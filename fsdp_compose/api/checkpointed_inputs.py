@@ -24,16 +24,18 @@ import torch
 import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._arguments import checked, size_of
 from .._torch import has_saved_tensors_hooks, storage_id
 from ..comm import streams_of
-from ..errors import MisuseError, MisuseTypeError
+from ..errors import MisuseError
 from ..flat import host_memory
 
 # The attributes by which modules call a checkpoint function: of torch's ``CheckpointWrapper``, and of transformers.
 _ATTRIBUTES = ("checkpoint_fn", "_gradient_checkpointing_func")
 
 
-def offload_checkpointed_inputs(model: nn.Module, *, min_bytes: int = 1 << 20, pin_memory: bool = True) -> int:
+@checked()
+def offload_checkpointed_inputs(model: nn.Module, *, min_bytes: int | str = 1 << 20, pin_memory: bool = True) -> int:
     """Keep the inputs of checkpointed blocks in host memory between their forward and their backward.
 
     Blocks are those in torch's ``checkpoint_wrapper`` and those of transformers after
@@ -51,7 +53,7 @@ def offload_checkpointed_inputs(model: nn.Module, *, min_bytes: int = 1 << 20, p
 
     Args:
         model: contains the blocks; sharded before or after this call, or not at all.
-        min_bytes: smaller tensors stay on the device.
+        min_bytes: smaller tensors, in bytes or as ``"1MB"``, stay on the device.
         pin_memory: use page-locked host memory if the device is an accelerator.
 
     Returns:
@@ -61,8 +63,6 @@ def offload_checkpointed_inputs(model: nn.Module, *, min_bytes: int = 1 << 20, p
         MisuseError: there is none below ``model``.
         MisuseTypeError: ``model`` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise MisuseTypeError(f"offload_checkpointed_inputs(): expected an nn.Module, got {type(model).__name__}")
     inputs, count = CheckpointedInputs(min_bytes=min_bytes, pin_memory=pin_memory), 0
     for module in model.modules():
         for name in _ATTRIBUTES:
@@ -96,6 +96,7 @@ class _Offloading:
         return _Offloading(self.function, self._inputs)
 
 
+@checked()
 class CheckpointedInputs:
     """A context around calls of ``torch.utils.checkpoint.checkpoint`` whose inputs are to wait in host memory::
 
@@ -113,7 +114,7 @@ class CheckpointedInputs:
     Ranks: local, no communication.
 
     Args:
-        min_bytes: smaller tensors stay on the device.
+        min_bytes: smaller tensors, in bytes or as ``"1MB"``, stay on the device.
         pin_memory: use page-locked host memory if the device is an accelerator.
 
     Raises:
@@ -121,8 +122,8 @@ class CheckpointedInputs:
             that was offloaded while it was copied.
     """
 
-    def __init__(self, *, min_bytes: int = 1 << 20, pin_memory: bool = True) -> None:
-        self._min_bytes, self._pins = min_bytes, pin_memory
+    def __init__(self, *, min_bytes: int | str = 1 << 20, pin_memory: bool = True) -> None:
+        self._min_bytes, self._pins = size_of(min_bytes, "CheckpointedInputs(min_bytes={})", least=0), pin_memory
         self._streams: dict[torch.device, _Streams] = {}
         self._open = threading.local()  # contexts of this thread
         self._call: _Call | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .._arguments import checked
 from ..errors import MisuseError
 from ..group import get_state
 from ..runtime import region
@@ -16,6 +17,7 @@ from ..runtime import region
 _Function = Callable[..., Any]
 
 
+@checked()
 def compile(target: nn.Module | _Function, *models: nn.Module, **options: Any) -> _Function:
     """Compile with ``torch.compile`` and put everything into the graph.
 

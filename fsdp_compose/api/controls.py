@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
+from .._arguments import checked
+from ..errors import MisuseError, MisuseRuntimeError
 from ..group import BoundToModule, Root, _FSDPState, get_state, own_state, states_for
 from ..runtime import (
     enter_alone,
@@ -42,6 +43,7 @@ class UnshardHandle:
             state.root.communicator.wait_for(state._handles)
 
 
+@checked()
 def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = False) -> UnshardHandle | None:
     """All-gather the parameters of ``module``'s group ahead of its forward.
 
@@ -90,6 +92,7 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
     return None
 
 
+@checked()
 def sync_optional_groups(module: nn.Module) -> None:
     """Help other ranks gather the optional groups (``fully_shard(optional=True)``) that they run, until all ranks have
     made this call.
@@ -117,6 +120,7 @@ def sync_optional_groups(module: nn.Module) -> None:
         root.scheduler.serve_peers(root)
 
 
+@checked()
 def reshard(module: nn.Module) -> None:
     """Free the gathered parameters of ``module``'s group. Local: no communication.
 
@@ -134,6 +138,7 @@ def reshard(module: nn.Module) -> None:
         _reshard(state.root, state)
 
 
+@checked()
 @contextmanager
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
     """Inside this context, forwards without grad mode leave the parameters of all groups below ``module`` gathered for
@@ -178,6 +183,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
                 _reshard(state.root, state)
 
 
+@checked()
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Set whether later backwards reduce gradients, or accumulate them unsharded and without communication.
 
@@ -199,6 +205,7 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
         state.set_options(requires_gradient_sync=requires_gradient_sync)
 
 
+@checked()
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside this context, backward accumulates gradients without communication; see ``set_requires_gradient_sync``.
@@ -212,6 +219,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@checked()
 def reduce_gradients(module: nn.Module) -> None:
     """Reduce gradients that earlier backwards accumulated without gradient sync or without all-reduce over replicas.
 
@@ -265,6 +273,7 @@ def reduce_as_set(module: nn.Module) -> None:
         reduce_accumulated(root)
 
 
+@checked()
 def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurse: bool = True) -> None:
     """Set whether later forwards gather parameters in a way that autograd can differentiate any number of times.
 
@@ -288,6 +297,7 @@ def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurs
         state.set_options(is_functional=is_functional)
 
 
+@checked()
 @contextmanager
 def functional_mode(module: nn.Module) -> Iterator[None]:
     """Inside this context, forwards of ``module`` run in functional mode (see ``set_functional_mode``).
@@ -307,6 +317,7 @@ def functional_mode(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@checked()
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
     """Set ``reshard_after_forward`` (see ``fully_shard``) from the next forward on.
 
@@ -328,6 +339,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool | i
     _set_resharding("reshard_after_forward", module, reshard_after_forward, recurse)
 
 
+@checked()
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool | int, *, recurse: bool = True) -> None:
     """Set whether groups are freed after their backward or stay gathered for the next forward.
 
@@ -354,6 +366,7 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool |
     _set_resharding("reshard_after_backward", module, reshard_after_backward, recurse)
 
 
+@checked()
 def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recurse: bool = True) -> None:
     """Divide the sum of the ranks' gradients by ``factor`` instead of the number of ranks, from the next reduction on.
 
@@ -376,6 +389,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recur
     _set_reduction("set_gradient_divide_factor", module, recurse, divide_factor=factor)
 
 
+@checked()
 def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True, *, recurse: bool = True) -> None:
     """Let the reduction sum and divide afterwards, even if the backend could average. Some backends avoid a copy only
     for sums.
@@ -391,7 +405,6 @@ def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True
         TypeError: the flag is not a bool.
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    _check_flag("set_force_sum_reduction_for_comms", forces_sum)
     _set_reduction("set_force_sum_reduction_for_comms", module, recurse, forces_sum=forces_sum)
 
 
@@ -404,10 +417,10 @@ def fill_unused(module: nn.Module, fills_unused: bool, *, recurse: bool = True) 
         TypeError: the flag is not a bool.
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    _check_flag("set_reduce_scatter_unused_params", fills_unused)
     _set_reduction("set_reduce_scatter_unused_params", module, recurse, fills_unused=fills_unused)
 
 
+@checked()
 def set_post_reduction_hook(
     module: nn.Module, hook: Callable[[torch.Tensor], None] | None, *, recurse: bool = True
 ) -> None:
@@ -429,14 +442,13 @@ def set_post_reduction_hook(
         TypeError: ``hook`` is not callable.
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    if hook is not None and not callable(hook):
-        raise MisuseTypeError(f"set_post_reduction_hook(): expected a function or None, got {hook!r}")
     _set_reduction("set_post_reduction_hook", module, recurse, hook=hook)
 
 
 set_all_reduce_hook = set_post_reduction_hook  # FSDP2's name for it
 
 
+@checked()
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
     """Choose the groups to prefetch when a forward of ``module``'s group begins.
 
@@ -457,6 +469,7 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
     _set_prefetch("set_modules_to_forward_prefetch", "forward_prefetch", module, modules)
 
 
+@checked()
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
     """Choose the groups to prefetch when backward reaches ``module``'s group.
 
@@ -466,6 +479,7 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
     _set_prefetch("set_modules_to_backward_prefetch", "backward_prefetch", module, modules)
 
 
+@checked()
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Set whether later backwards average gradients over replicas too, or only over the shard group.
 
@@ -486,11 +500,11 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, rec
         TypeError: the flag is not a bool.
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    _check_flag("set_requires_all_reduce", requires_all_reduce)
     for state in states_for(module, "set_requires_all_reduce", recurse):
         state.set_options(requires_all_reduce=requires_all_reduce)
 
 
+@checked()
 def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurse: bool = True) -> None:
     """Set whether groups keep the memory of their unsharded parameters while they are sharded.
 
@@ -510,7 +524,6 @@ def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurs
         NotImplementedError: the class of a parameter implements its own all-gather, into memory of its own.
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    _check_flag("set_keep_unsharded_storage", keeps_storage)
     states = states_for(module, "set_keep_unsharded_storage", recurse)
     for handle in [handle for state in states for handle in state._handles]:
         gathered_by = handle.kind.codec.gathered_by
@@ -523,6 +536,7 @@ def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurs
         state.set_options(keeps_storage=keeps_storage)
 
 
+@checked()
 def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: bool = True) -> None:
     """Accepted for FSDP2 compatibility. It has no effect, because every backward here finishes its reductions.
 
@@ -530,13 +544,10 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
         TypeError: the flag is not a bool.
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    _check_flag("set_is_last_backward", is_last_backward)
     states_for(module, "set_is_last_backward", recurse)
 
 
 def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: bool) -> None:
-    if not isinstance(value, int):  # a bool is an int
-        raise MisuseTypeError(f"set_{option}(): expected True, False or a number of ranks, got {value!r}")
     states = states_for(module, f"set_{option}", recurse)
     for state in states:
         made_with = state.mesh.part_size
@@ -548,11 +559,6 @@ def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: 
             )
     for state in states:
         state.set_options(**{option: value})
-
-
-def _check_flag(call: str, flag: object) -> None:
-    if not isinstance(flag, bool):
-        raise MisuseTypeError(f"{call}(): expected True or False, got {flag!r}")
 
 
 def _set_reduction(call: str, module: nn.Module, recurse: bool, **changes: Any) -> None:
@@ -590,6 +596,7 @@ def _roots_of(module: nn.Module) -> list[Root]:
 # ---- Methods other than ``forward`` that use a sharded module's parameters: ``generate``, ``encode``, ...
 
 
+@checked()
 def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Gather the parameters of ``module``'s group while its method ``method_name`` runs, as around ``forward``.
 

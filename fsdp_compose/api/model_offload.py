@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .._arguments import checked
 from .._torch import is_wrapper, memory_exchange, refuse_access
 from ..comm import forget_for, kept_for, known_for
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
@@ -27,6 +28,7 @@ from ..ragged import inner_tensors
 Optimizers = Union[Optimizer, "Iterable[Optimizer]", None]
 
 
+@checked()
 def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool = True) -> None:
     """Move a sharded model and its optimizer's state to host memory until ``onload_model``.
 
@@ -67,6 +69,7 @@ def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory
     kept_for(module, _Sleeping, lambda: sleeping)
 
 
+@checked()
 def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
     """Move everything that ``offload_model`` moved back to the device, into the same tensors.
 
@@ -100,8 +103,6 @@ def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
 
 
 def _checked(module: Any, optimizer: Any, caller: str) -> list[Optimizer]:
-    if not isinstance(module, nn.Module):
-        raise MisuseTypeError(f"{caller}(): expected an nn.Module, got {type(module).__name__}")
     if optimizer is None:
         return []
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]

@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from .._arguments import checked
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import MixedPrecisionPolicy
 from ..group import bytes_of_limit, states_for, states_to_run
@@ -22,6 +23,7 @@ from .shard import fully_shard
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, foreach=True)
 
 
+@checked()
 def plan(
     factory: Callable[[], Any],
     world_sizes: int | Sequence[int] = 8,

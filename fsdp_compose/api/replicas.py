@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._arguments import checked
 from .._torch import local_tensor
 from ..comm import Replicas, as_transferable, check_mesh, meet, noticing_loss
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
@@ -18,6 +19,7 @@ from ..runtime import optional_replicas_error
 from .transports import change_meshes, refuse_unless_between_iterations
 
 
+@checked()
 def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
     """Copy the first replica's parameters below ``module`` to all other replicas.
 
@@ -66,6 +68,7 @@ def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> 
             _broadcast(handle)
 
 
+@checked()
 def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
     """Average gradients over replica groups in other jobs too, which may come and go.
 

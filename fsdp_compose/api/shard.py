@@ -9,15 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import NoneType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from .._arguments import checked, size_of
 from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
 from ..checkpoint import extend_transformers_loader
 from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
@@ -278,6 +279,11 @@ def _put_sharded(managed: Sequence[ManagedParameter], handles: Sequence[FlatPara
 _M = TypeVar("_M", nn.Module, list[nn.Module])
 
 
+@checked(
+    granularity="a function from (FQN, parameter) to a granule",
+    mp_policy="fsdp_compose's MixedPrecisionPolicy or torch's",
+    limit_unsharded_bytes="a number of bytes, or a text such as '256MB' or '2 groups'",
+)
 def fully_shard(
     module: _M,
     *,
@@ -287,7 +293,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     strategy: str | Strategy | None = None,
-    offload_policy: CPUOffloadPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | OffloadPolicy | None = None,
     optional: bool = False,
     limit_unsharded_bytes: int | str | None = None,
     **others: NoReturn,
@@ -431,20 +437,9 @@ def _checked(
 ) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:
     """Check the arguments of ``fully_shard`` and convert them to those of ``make_group``."""
     modules = check_modules(module, "fully_shard")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):  # a bool is an int
-        raise MisuseTypeError(
-            f"fully_shard(reshard_after_forward={reshard_after_forward!r}): expected True, False, None or a number of "
-            "ranks"
-        )
     if mp_policy is None:
         mp_policy = MixedPrecisionPolicy()
     mp_policy = as_ours(MixedPrecisionPolicy, mp_policy, "fully_shard(mp_policy=...)")
-    if granularity is not None and not callable(granularity):
-        raise MisuseTypeError(
-            f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"
-        )
-    if not isinstance(optional, (bool, NoneType)):
-        raise MisuseTypeError(f"fully_shard(optional={optional!r}): expected True or False")
     offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
     ignored = check_ignored(ignored_params, "fully_shard")
     if limit_unsharded_bytes is not None:
@@ -503,12 +498,13 @@ fully_shard.state = get_state  # type: ignore[attr-defined]
 # *buckets*: a bucket's gradients are averaged as soon as backward has computed all of them (``runtime/backward``).
 
 
+@checked()
 def replicate(
     module: _M,
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | str = BUCKET_BYTES,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> _M:
     """Train ``module`` with plain data parallelism: every rank holds all parameters, and backward averages the
@@ -537,7 +533,7 @@ def replicate(
         mesh: 1-D device mesh of the replicas; default: all ranks.
         mp_policy: dtypes of compute, reduction and outputs. ``param_dtype`` adds a copy of the parameters in that
             dtype.
-        bucket_bytes: size of a bucket, in bytes of parameters; the first bucket has at most 1 MiB.
+        bucket_bytes: size of a bucket, in bytes of parameters, or ``"25MB"``; the first bucket has at most 1 MiB.
         ignored_params: parameters below ``module`` that stay as they are; their gradients are not averaged.
 
     Returns:
@@ -560,10 +556,7 @@ def replicate(
     modules = check_modules(module, "replicate")
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     policy = as_ours(MixedPrecisionPolicy, policy, "replicate(mp_policy=...)")
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool):
-        raise MisuseTypeError(f"replicate(bucket_bytes={bucket_bytes!r}): expected a number of bytes, as an int")
-    if bucket_bytes <= 0:
-        raise MisuseError(f"replicate(bucket_bytes={bucket_bytes}): expected a positive number of bytes")
+    bucket_bytes = size_of(bucket_bytes, "replicate(bucket_bytes={})")
     ignored = check_ignored(ignored_params, "replicate")
     options = GroupOptions(policy, reshard_after_forward=False, bucket_bytes=bucket_bytes)
     make_group(modules, replicated_mesh(mesh), options, ignored)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from .._arguments import checked
 from ..comm import meet
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import (
@@ -127,6 +128,7 @@ class _Summoned:
         return whole.reshape(-1)[part.param_start :][: part.numel].view(handle.local_shards[index][2])
 
 
+@checked()
 @contextmanager
 def summon_full_params(
     module: nn.Module,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn as nn
 
+from .._arguments import checked
 from ..comm import Bfloat16, DataParallelMesh, Int8, Transport, TransportRole, Wire, WireFormat
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..group import Kind, _FSDPState, states_for
@@ -13,6 +15,10 @@ from ..group import Kind, _FSDPState, states_for
 FORMATS: dict[str, Callable[[], WireFormat]] = {"bf16": Bfloat16, "int8": Int8}
 
 
+@checked(
+    wrap="None or a function from (Transport, TransportRole) to a Transport (set_wire_formats() takes formats, such as "
+    "'int8')"
+)
 def set_transport(
     module: nn.Module, wrap: Callable[[Transport, TransportRole], Transport] | None, *, recurse: bool = True
 ) -> None:
@@ -38,6 +44,7 @@ def set_transport(
     _change("set_transport", module, wrap, recurse)
 
 
+@checked()
 def set_wire_formats(
     module: nn.Module,
     *,
@@ -76,7 +83,8 @@ def set_wire_formats(
 
         set_wire_formats(model, all_gather="int8", reduce_scatter="int8")
     """
-    gathers, scatters, sums = map(_format, (all_gather, reduce_scatter, all_reduce))
+    device = states_for(module, "set_wire_formats", recurse)[0].mesh.device
+    gathers, scatters, sums = [_format(chosen, device) for chosen in (all_gather, reduce_scatter, all_reduce)]
 
     def wrap(transport: Transport, role: TransportRole) -> Transport:
         if transport.num_ranks == 1:
@@ -95,7 +103,9 @@ def set_wire_formats(
     _change("set_wire_formats", module, wrap, recurse)
 
 
-def _format(chosen: str | WireFormat | None) -> WireFormat | None:
+def _format(chosen: str | WireFormat | None, device: torch.device) -> WireFormat | None:
+    if isinstance(chosen, WireFormat):
+        _try(chosen, device)
     if chosen is None or isinstance(chosen, WireFormat):
         return chosen
     if isinstance(chosen, str) and chosen in FORMATS:
@@ -103,6 +113,23 @@ def _format(chosen: str | WireFormat | None) -> WireFormat | None:
     raise MisuseError(
         f"set_wire_formats(): {chosen!r} is no format: give {' or '.join(map(repr, FORMATS))}, a WireFormat or None"
     )
+
+
+def _try(wire: WireFormat, device: torch.device) -> None:
+    """Raise if a format of the user cannot send a few elements: later, it would fail amid a collective."""
+    given = f"set_wire_formats(): the format {type(wire).__name__}"
+    if not isinstance(getattr(wire, "name", None), str):
+        raise MisuseTypeError(f"{given} has no name: set one, a string that tells all settings, for ranks to compare")
+    source = torch.ones(1000, device=device)
+    try:
+        packed = torch.empty(wire.nbytes(1000), dtype=torch.uint8, device=device)
+        wire.encode(source, packed)
+        wire.decode(packed, torch.empty_like(source), False)
+    except Exception as error:
+        raise MisuseError(
+            f"{given} fails on 1000 elements of fp32: {error}. Expected nbytes() to return the bytes that encode() "
+            "fills and decode() reads"
+        ) from error
 
 
 _Wrap = Callable[[Transport, TransportRole], Transport]

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from .._arguments import checked
 from ..comm import kept_for
 from ..errors import MisuseRuntimeError
 from .agreement import ask_all, attempt_together, has_peers, is_first
@@ -77,6 +78,7 @@ class SaveFuture(Future[Path]):
         return found
 
 
+@checked()
 class Saver:
     """Saves checkpoints while training goes on, one at a time. Usable as a context manager.
 
@@ -237,6 +239,7 @@ class Saver:
                 answer(outcome)
 
 
+@checked()
 def async_save(
     state_dict: Mapping[str, Any],
     folder: str | Path,

@@ -24,6 +24,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from .._arguments import checked, size_of
 from ..errors import CheckpointDamagedError, MisuseRuntimeError
 from ..flat import local_of
 from ..ragged import CompositeDTensor, RaggedDTensor, RaggedShard
@@ -78,7 +79,8 @@ def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
     return _Plan(named, sum(num_bytes.values()))
 
 
-def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+@checked()
+def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int | str = 5 * 10**9) -> None:
     """Save a model's whole tensors as safetensors, under canonical FQNs and in their dtypes. Tied weights are saved
     once.
 
@@ -90,7 +92,7 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     Args:
         model: any kind of model, as for ``get_model_state_dict``.
         folder: must not exist; it is renamed into place only when all files are on disk.
-        max_file_bytes: maximum size of the tensors in one file.
+        max_file_bytes: maximum size of the tensors in one file, in bytes or as ``"5GB"``.
 
     Raises:
         ValueError: ``folder`` is a network address.
@@ -98,6 +100,7 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
             written, or a rank did not arrive.
         ModuleNotFoundError: the package ``safetensors`` is not installed.
     """
+    max_file_bytes = size_of(max_file_bytes, "save_hf(max_file_bytes={})")
     names, folder, token = ModelNames(model), local_folder(folder), new_token()
     group = group_of(names)
     is_here = is_first(group)  # only the first rank uses its token: no other rank writes
@@ -196,6 +199,7 @@ def _finish(folder: Path, token: str, plan: _Plan) -> None:
 # ---- loading
 
 
+@checked()
 def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any:
     """Load safetensors files into a model. Each rank reads only its own parts, one tensor at a time. Unless everything
     fits, nothing is changed.

@@ -31,6 +31,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from .._arguments import checked
 from .._torch import non_persistent_buffers
 from ..comm import first_difference, kept_for, streams_of
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
@@ -460,6 +461,7 @@ def _as_text(tensor: torch.Tensor) -> str:
     return bytes(tensor.cpu().tolist()).decode()
 
 
+@checked()
 def shards(model: nn.Module, optimizers: Optimizers = ()) -> Shards:
     """Collect what this rank holds of a model and of optimizers, to copy it on any thread and to load it in place.
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .._arguments import checked
 from .._torch import IncompatibleKeys, loads_as_torch_module, renew_hooks, versions_of, with_versions
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import as_ours
@@ -27,6 +28,7 @@ from .resharding import Described, Sender, Target, fact_of, fetch
 # ---- ``StateDictOptions``
 
 
+@checked()
 @dataclass(frozen=True)
 class StateDictOptions:
     """Options for making and loading state dicts, with the names and meaning of

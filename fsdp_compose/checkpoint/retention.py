@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .._arguments import checked
 from ..errors import MisuseError
 from .agreement import ask_all, attempt_together, has_peers, is_first
 from .folders import MANIFEST, METADATA, has_all_files, local_folder, partial_of, read_lists, understood
@@ -18,6 +19,7 @@ from .writer import is_being_written
 _PAUSE = 0.1  # seconds between looks
 
 
+@checked()
 def latest(
     folder: str | Path, *, process_group: dist.ProcessGroup | None = None, wait_for_saves: float = 300.0
 ) -> Path | None:
@@ -53,6 +55,7 @@ def latest(
     return Path(found) if found else None
 
 
+@checked()
 def keep(folder: str | Path, last: int = 3) -> list[Path]:
     """Delete all complete checkpoints in ``folder`` but the ``last`` newest. Return what was deleted.
 

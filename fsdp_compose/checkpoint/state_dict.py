@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
+from .._arguments import checked
 from .._torch import group_device_types, versions_of, with_versions
 from ..errors import MisuseError, MisuseRuntimeError
 from ..optim import map_leaves
@@ -376,6 +377,7 @@ def _meta_problem(trained: list[TrainedBy], plan: ModelPlan) -> str:
 # ---- Public functions: getting state dicts
 
 
+@checked()
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -399,6 +401,7 @@ def get_model_state_dict(
     return get("get_model_state_dict()", model, None, as_options(options), submodules)[0]
 
 
+@checked()
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -430,6 +433,7 @@ def get_optimizer_state_dict(
     return get(call, model, optimizers, options, submodules, with_model=False)[1]
 
 
+@checked()
 def get_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -444,6 +448,7 @@ def get_state_dict(
 # ---- Public functions: loading state dicts
 
 
+@checked()
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -468,6 +473,7 @@ def set_model_state_dict(
     return load_into("set_model_state_dict()", model, None, model_state_dict, None, as_options(options))
 
 
+@checked()
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -496,6 +502,7 @@ def set_optimizer_state_dict(
     load_into("set_optimizer_state_dict()", model, optimizers, None, optim_state_dict, as_options(options))
 
 
+@checked()
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -512,6 +519,7 @@ def set_state_dict(
 # ---- Public functions: patching ``state_dict()`` and ``load_state_dict()``
 
 
+@checked()
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
     """Make ``model.state_dict()`` and ``model.load_state_dict()`` call ``get_model_state_dict`` and
     ``set_model_state_dict``, for code that only uses the methods. A ``copy.deepcopy`` of the model is patched too, for
@@ -529,6 +537,7 @@ def _set_model(model: nn.Module, options: StateDictOptions | None, state_dict: d
     return set_model_state_dict(model, state_dict, options=options)
 
 
+@checked()
 def patch_optimizer_state_dict(
     model: nn.Module, *, optimizers: Optimizers, options: StateDictOptions | None = None
 ) -> None:

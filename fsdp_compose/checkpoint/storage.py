@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.optimizer import Optimizer
 
+from .._arguments import checked
 from .._import_checks import is_untested
 from ..comm import noticing_loss
 from ..errors import FSDPComposeError, MisuseRuntimeError, MisuseTypeError, RankLostError, class_of, name_of
@@ -170,6 +171,7 @@ class _Checking:
 # ---- ``save`` and ``load``
 
 
+@checked()
 def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: dist.ProcessGroup | None = None) -> None:
     """Save a checkpoint: sharded state dicts, and anything else that ``torch.distributed.checkpoint.save`` accepts.
 
@@ -349,6 +351,7 @@ def finish_save(
     finish_folder(folder, token, manifest)
 
 
+@checked()
 def load(
     state_dict: dict[str, Any],
     folder: str | Path,
@@ -500,6 +503,7 @@ class FolderWriter(FileSystemWriter):
 # ---- Getting, loading and setting in one call
 
 
+@checked()
 def resume(
     folder: str | Path,
     model: nn.Module,

@@ -102,7 +102,10 @@ def loss(what: str, difference: str, error: RuntimeError) -> RuntimeError:
     """The error of a collective that has failed. ``difference``: how the ranks differ, if that is known."""
     if difference:
         return RanksDifferError(f"{what} failed: {difference}")
-    return RankLostError(f"{what} failed: another rank died, or did not enter the same collective. {error}")
+    words = str(error)
+    if "gloo/" in words:  # a place in gloo's source, addresses, and a wish
+        words = "It did not come within the timeout of the process group" if "imed out" in words else ""
+    return RankLostError(f"{what} failed: another rank died, or did not enter the same collective. {words}".rstrip())
 
 
 def gone(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:

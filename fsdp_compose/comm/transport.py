@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from .._arguments import checked
 from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, group_device_types
 
 if TYPE_CHECKING:
@@ -363,6 +364,7 @@ _ALL_SUM = _reducing(AllreduceOptions(), dist.ReduceOp.SUM)
 # ---- Transports around another one
 
 
+@checked()
 class TransportWrapper(Transport):
     """A transport that uses another one. Override some of ``all_gather``, ``reduce_scatter`` and ``all_reduce``.
 

@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from ..api import set_transport
 from ..comm import Label, Transport, TransportRole, TransportWrapper, Work, finish_with
+from ..errors import MisuseTypeError
 from ..group import get_state
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
@@ -61,6 +62,12 @@ _DONE = _Done()
 
 def set_comm(module: nn.Module, kind: str, comm: Any) -> None:
     """Let the module's own group do this kind of collective by ``comm``."""
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        what = "AllGather" if kind == GATHER else "ReduceScatter"
+        raise MisuseTypeError(
+            f"set_custom_{kind.replace('-', '_')}(): expected an object like torch's {what}, with a "
+            f"method allocate(), that can be called; got {comm!r}"
+        )
     state = get_state(module)
     comms: dict[str, Any] = {kind: comm}
     for handle in state._handles if state is not None else ():

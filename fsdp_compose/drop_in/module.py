@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from .. import api
+from .._arguments import checked
 from .._torch import data_parallelism_of_torch, fsdp2_mesh_info
 from ..api import UnshardHandle
 from ..api import register_forward_method as register_forward_method
@@ -238,6 +239,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         """``fsdp_compose.set_force_sum_reduction_for_comms``. Not recursive."""
         api.set_force_sum_reduction_for_comms(_module(self), enable, recurse=False)
 
+    @checked()
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank has used get a gradient of zeros, if backward reaches their group. Ranks
         may use different parameters either way."""
@@ -381,6 +383,7 @@ def bind_methods(modules: Iterable[nn.Module]) -> None:
             module.__dict__[name] = _Bound(module, function)
 
 
+@checked()
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Do nothing: all models on a process group already share one order of collectives.
 

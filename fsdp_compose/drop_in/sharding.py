@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .._arguments import checked
 from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, local_tensor
 from ..api import check_fully_shard, check_ignored, check_modules
 from ..api import fully_shard as _own
@@ -26,7 +27,7 @@ from ..errors import MisuseError
 from ..flat import FORWARD_SPEC_ATTRIBUTE, Granularity, Granule, as_ours, is_split_evenly
 from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
-from ..ragged import RaggedDTensor
+from ..ragged import RaggedDTensor, leave_partial
 from .module import StateFace, bind_methods, refuse_clash
 
 # ---- FSDP2's mixed-precision policy, with the meaning that it has in the installed torch.
@@ -71,6 +72,7 @@ _NO_POLICY, _NO_OFFLOADING = MixedPrecisionPolicy(), OffloadPolicy()
 PlacementFn = Callable[[nn.Parameter], Any]  # to Shard, None, or torch's ShardPlacementResult
 
 
+@checked()
 def fully_shard(
     module: _M,
     *,
@@ -117,6 +119,7 @@ def fully_shard(
     """
     modules, ignored = check_modules(module, "fully_shard"), check_ignored(ignored_params, "fully_shard")
     refuse_clash(modules)
+    leave_partial(True)
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()

@@ -170,7 +170,7 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
             f"fully_shard(): the parameter {fqn} is a {cls.__name__}, with {why}: forward sees the tensor that it "
             f"wraps, in {param.dtype} or the policy's param_dtype, without the class (this warning appears once per "
             "class)",
-            stacklevel=6,  # where the user calls fully_shard()
+            stacklevel=7,  # where the user calls fully_shard()
         )
 
 

@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 
+from .._arguments import checked
 from ..errors import MisuseError, MisuseTypeError
 from .layout import Granule
 
 
+@checked()
 @dataclass(frozen=True)
 class CPUOffloadPolicy:
     """Keep shards, gradients and optimizer state of a group in host memory, and compute on the device of its mesh.
@@ -34,10 +36,14 @@ class CPUOffloadPolicy:
     parameters: bool = True
 
 
-Granularity = Callable[[str, nn.Parameter], "Granule | None"]
+Granularity = Callable[[str, nn.Parameter], Granule | None]
 """Given a parameter (its FQN, and the parameter), returns what no shard boundary may divide; see ``fully_shard``."""
 
 
+@checked(
+    param_dtype_override_fn="a function of one parameter, such as lambda param: torch.float32 if param.ndim == 1 else "
+    "None"
+)
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes in which a group computes, reduces and returns.
@@ -76,22 +82,10 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            if dtype is None:
-                continue
-            if not isinstance(dtype, torch.dtype):
-                raise MisuseTypeError(
-                    f"MixedPrecisionPolicy({name}={dtype!r}): expected a torch.dtype such as torch.bfloat16, "
-                    f"got {type(dtype).__name__}"
-                )
-            if not dtype.is_floating_point:
+            if dtype is not None and not dtype.is_floating_point:
                 raise MisuseError(
                     f"MixedPrecisionPolicy({name}={dtype}): expected a floating-point dtype such as torch.bfloat16"
                 )
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise MisuseTypeError(
-                f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): expected a function "
-                "of one parameter, such as lambda param: torch.float32 if param.ndim == 1 else None"
-            )
 
     def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
         """The compute dtype of ``param``; ``None``: its own dtype, whatever that is.
@@ -151,9 +145,4 @@ def as_offload_policy(given: Any, where: str) -> CPUOffloadPolicy | None:
     """
     if given is None or (is_dataclass(given) and type(given).__name__ == "OffloadPolicy"):
         return None
-    policy = as_ours(CPUOffloadPolicy, given, where)
-    for item in fields(policy):
-        value = getattr(policy, item.name)
-        if not isinstance(value, bool):
-            raise MisuseTypeError(f"{where}: CPUOffloadPolicy({item.name}={value!r}): expected True or False")
-    return policy
+    return as_ours(CPUOffloadPolicy, given, where)

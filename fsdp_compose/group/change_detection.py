@@ -34,7 +34,7 @@ from ..flat import (
     local_elements,
     take_over,
 )
-from ..ragged import RaggedDTensor, requires_grad_writes
+from ..ragged import RaggedDTensor, requires_grad_writes, was_left_empty
 from .kept_tensors import BatchedKeptTensors
 from .parameter_swap import Held, ParameterSwap
 from .replaced_params import make_proxies, remember_sharded_param
@@ -324,6 +324,24 @@ def refuse_unwritten_buffers(modules: Iterable[tuple[str, nn.Module]]) -> None:
             f"{', '.join(found[:5])}{' ...' if len(found) > 5 else ''}. No state dict holds them: recompute them "
             "(with the module's own initialization) or assign them before the first forward"
         )
+
+
+def left_empty_error(states: Iterable[_FSDPState]) -> str:
+    """What is wrong if ``to_empty()`` gave parameters memory of this rank, and nothing has written to it."""
+    handles = [handle for state in states for handle in state._handles if not handle.mesh.is_simulated]
+    found = [
+        handle.name_of(i)
+        for handle in handles
+        for i, sharded in enumerate(handle.sharded_params)
+        if was_left_empty(local_elements(sharded))
+    ]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} parameter(s) were on the meta device and were not written since to_empty(): "
+        f"{', '.join(found[:5])}{' ...' if len(found) > 5 else ''}. They hold whatever was in memory: initialize them "
+        "(with the modules' own reset_parameters(), for example) or load them before the first forward"
+    )
 
 
 def _non_persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from .._arguments import size_of
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import AVERAGE, CPUOffloadPolicy, Granularity, MixedPrecisionPolicy, ReductionOptions
 
@@ -130,15 +131,8 @@ def bytes_of_limit(limit: int | str | None, group_bytes: int = 1) -> int:
         number, _, unit = limit.partition(" ")
         if number.isdecimal() and int(number) > 0 and unit in ("group", "groups"):
             return int(number) * group_bytes
-    elif isinstance(limit, bool) or not isinstance(limit, int):
-        raise MisuseTypeError(
-            f"fully_shard(limit_unsharded_bytes={limit!r}): expected a number of bytes, or of groups: '2 groups'"
-        )
-    elif limit > 0:
-        return limit
-    raise MisuseError(
-        f"fully_shard(limit_unsharded_bytes={limit!r}): expected a positive number of bytes, or of groups: '2 groups'"
-    )
+    assert limit is not None, "there is one"
+    return size_of(limit, "fully_shard(limit_unsharded_bytes={})", or_else=", or of groups: '2 groups'")
 
 
 def _is_number(option: bool | int | None) -> bool:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
+from .._arguments import checked
+from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import FlatLayout, FlatParamHandle
 from ..group import GroupOptions, _FSDPState, sharded_parameters, states_to_run
 from ..optim import OwnersByParam, owners_by_param
@@ -50,6 +51,7 @@ class FSDPGroup(NamedTuple):
     parameters: list[nn.Parameter]
 
 
+@checked()
 def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
     """Iterate over the groups of ``model``: depth first, a module before its submodules, each group once. Local::
 
@@ -253,6 +255,7 @@ def _dtype(dtype: torch.dtype) -> str:
 FORMATS = ("text", "json", "html")
 
 
+@checked()
 def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False) -> str:
     """Describe the layout of a sharded model: for each group its ranks, dtypes and options, and for each parameter of
     each flat parameter its place, and the rank that holds each part. ``print(describe(model))``. Once ``Muon`` has
@@ -278,8 +281,6 @@ def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False
         ValueError: there is no such format.
         RuntimeError: called inside ``summon_full_params``.
     """
-    if not isinstance(model, nn.Module):
-        raise MisuseTypeError(f"describe(): expected an nn.Module, got {type(model).__name__}")
     if format not in FORMATS:
         raise MisuseError(f"describe(format={format!r}): expected one of {', '.join(map(repr, FORMATS))}")
     facts = collect(model)

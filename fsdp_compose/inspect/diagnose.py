@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from .._arguments import checked
 from ..flat import SHARDED_PARAM_ATTRIBUTE
 from ..group import HANG_SECONDS_ENV, POSITION_MARK, get_state, modules_to_run, states_to_run
 
@@ -36,6 +37,7 @@ class UnreducedParameter:
         return f"{self.fqn}: {self.reason}"
 
 
+@checked()
 def find_unreduced_parameters(model: nn.Module) -> list[UnreducedParameter]:
     """List the trainable parameters of ``model`` whose gradients are not reduced over the ranks. Local.
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from .._arguments import checked
 from ..comm import ALL_GATHER, GATHER, Collective, CollectiveNotes, Recorder, Transport, Work
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import End, Group, listen, stop_listening
@@ -265,6 +266,7 @@ class Trace:
             save_picture(self.events, path, f"rank {self.rank}")
 
 
+@checked()
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Record when the groups below ``model`` compute, gather, wait, reshard and reduce on this rank.
@@ -320,6 +322,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 # ---- ``record_collectives(model)``: the collectives of a part of a run, in order.
 
 
+@checked()
 @contextmanager
 def record_collectives(model: nn.Module, note: Callable[[str], Any] | None = None) -> Iterator[list[str]]:
     """Record each collective of the ``fully_shard`` groups below ``model``: its purpose and size, when it is issued,

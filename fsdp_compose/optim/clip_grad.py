@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from .._arguments import checked
 from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import foreach_mul_, foreach_norm
 from ..errors import MisuseRuntimeError
@@ -33,6 +34,7 @@ _PIECE_NUMEL = 1 << 16
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
+@checked()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
+from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import (
     FlatParamHandle,
@@ -180,6 +181,7 @@ def _names_any(kind: type[Optimizer], parts: Sequence[str]) -> bool:
 # ---- The flat views of a model's parameters
 
 
+@checked(where="a function from (FQN, parameter) to a bool")
 def flat_parameters(
     model: nn.Module,
     where: Callable[[str, nn.Parameter], bool] | None = None,
@@ -243,10 +245,6 @@ def flat_parameters(
         others = flat_parameters(model, lambda fqn, p: p.ndim <= 1)
         optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], fused=True)
     """
-    if not isinstance(model, nn.Module):
-        raise MisuseTypeError(f"flat_parameters(): expected an nn.Module, got {type(model).__name__}")
-    if where is not None and not callable(where):
-        raise MisuseTypeError(f"flat_parameters(where={where!r}): expected a function from (FQN, parameter) to a bool")
     states = _get_fsdp_states(model)
     if any(state.is_complete and state.swap.num_shows for state in states):
         raise MisuseRuntimeError(

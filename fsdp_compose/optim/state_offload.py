@@ -25,9 +25,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from .._arguments import checked, size_of
 from .._torch import dtensor_spec, make_dtensor, same_storage
 from ..comm import streams_of
-from ..errors import MisuseError, MisuseTypeError
+from ..errors import MisuseError
 from ..flat import FlatParamHandle, handle_of, handle_of_segment, host_memory, local_of
 from ..ragged import RaggedDTensor, note_write_of_all_ranks
 from .flat_parameters import refuse_unless_elementwise
@@ -36,8 +37,9 @@ _ALIGNMENT = 1024  # elements: chunks end where vector instructions and fused ke
 _UNKNOWN_STATES = 2  # assumed states per parameter, as long as there is no state to count
 
 
+@checked()
 def offload_optimizer_states(
-    optimizer: Optimizer, *, chunk_bytes: int = 64 << 20, pin_memory: bool = True
+    optimizer: Optimizer, *, chunk_bytes: int | str = 64 << 20, pin_memory: bool = True
 ) -> Optimizer:
     """Keep the state of ``optimizer`` in host memory and run its steps on the compute device, chunk by chunk.
 
@@ -57,7 +59,7 @@ def offload_optimizer_states(
 
     Args:
         optimizer: one that treats every element alike (see ``flat_parameters``); it may have stepped already.
-        chunk_bytes: size of everything that is copied in for one chunk.
+        chunk_bytes: size of everything that is copied in for one chunk, in bytes or as ``"64MiB"``.
         pin_memory: use page-locked host memory if the device is an accelerator.
 
     Returns:
@@ -71,12 +73,7 @@ def offload_optimizer_states(
 
         optimizer = offload_optimizer_states(torch.optim.AdamW(flat_parameters(model), fused=True))
     """
-    if not isinstance(optimizer, Optimizer):
-        raise MisuseTypeError(
-            f"offload_optimizer_states(): expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
-        raise MisuseError(f"offload_optimizer_states(chunk_bytes={chunk_bytes!r}): expected a positive number of bytes")
+    chunk_bytes = size_of(chunk_bytes, "offload_optimizer_states(chunk_bytes={})")
     refuse_unless_elementwise(optimizer, "step on parts of its state (offload_optimizer_states())")
     if "step" in optimizer.__dict__:
         raise MisuseError(

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from .._arguments import checked
 from .._torch import (
     DTensorSpec,
     TensorMeta,
@@ -35,6 +36,7 @@ from .._torch import (
     set_local_tensor,
 )
 from ..comm import Label, device_for, transport_of
+from ..errors import MisuseRuntimeError
 from .gather import DifferentiableGather, refuse_transforms
 from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, note_write_of_all_ranks, parameter_owners, requires_grad_writes
 from .placement import RaggedShard, RaggedSpec
@@ -305,8 +307,17 @@ class RaggedDTensor(CheckpointedDTensor):
         if owner is not None and owner.is_forward_running():
             with torch.no_grad():
                 self.copy_(value)
-        else:
-            set_local_tensor(self, local_tensor(value))
+            return
+        own, given = (tensor.__dict__.get(OWNER_ATTRIBUTE) for tensor in (self, value))
+        if own is not None and given is not None and given is not own:
+            # The next forward would copy them into a flat parameter of its own: what is written to one afterwards, the
+            # other would not have.
+            raise MisuseRuntimeError(
+                f".data of the parameter {own[1]} of the fully_shard group {own[0]} cannot be set to that of "
+                f"{given[1]} of the group {given[0]}: sharded parameters cannot share memory. Copy the values instead: "
+                "target.copy_(source) under torch.no_grad(), or target.data = source.data.clone()"
+            )
+        set_local_tensor(self, local_tensor(value))
 
     def detach(self) -> RaggedDTensor:
         """Return the tensor outside autograd, sharing memory. Errors about a detached parameter still name the
@@ -385,6 +396,7 @@ handlers = _Handlers()
 # ---- Movement between layouts
 
 
+@checked()
 def distribute_ragged(
     tensor: torch.Tensor,
     mesh: DeviceMesh | None = None,

@@ -45,10 +45,11 @@ def describe_owner(tensor: Any) -> str:
     group, fqn = owner
     return (
         f"the sharded parameter {fqn} of the fully_shard group {group}, which is whole only while that group's own "
-        "forward runs. Call that forward (or another method, registered with register_forward_method()); do not make "
-        "a separate group of a module whose parameters another module computes with; or use .full_tensor(). Outside "
-        "forward (.grad, optimizer state), shard the other tensor too: fsdp_compose.distribute_ragged(tensor, "
-        "p.device_mesh, p.placements). In functional mode, activation checkpointing must recompute whole groups"
+        "forward runs. Call that forward by model(...), since model.forward(...) skips hooks (or another method, "
+        "registered with register_forward_method()); do not make a separate group of a module whose parameters "
+        "another module computes with; or use .full_tensor(). Outside forward (.grad, optimizer state), shard the "
+        "other tensor too: fsdp_compose.distribute_ragged(tensor, p.device_mesh, p.placements). In functional mode, "
+        "activation checkpointing must recompute whole groups"
     )
 
 

@@ -57,6 +57,7 @@ from ..group import (
     find_replacements,
     group_modules,
     judge_places,
+    left_empty_error,
     look_after_standstill,
     modules_to_run,
     prepare_swap,
@@ -543,6 +544,8 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     if mesh.has_peers:
         model = _meet_first_forward(order, mesh, state, states, moves, replacements)
         compare_starts(mesh, [item for item in states if item.root is None], {item.own for item in replacements})
+    elif left_empty := left_empty_error(states):
+        raise MisuseRuntimeError(left_empty)
     for replacement in replacements:
         replacement.take_over()
     rebind_live_optimizers()
@@ -650,7 +653,8 @@ def _meet_first_forward(
     replacements: list[Replacement],
 ) -> str:
     """Compare the models of all ranks. Returns a digest of the model."""
-    lines = []
+    left_empty = left_empty_error(states)
+    lines = [json.dumps(left_empty)]
     for item in states:
         facts = [fact for handle in item._handles for fact in describe(handle)]
         options = {**item.options.facts(item.place.is_outermost), **item.mesh.facts()}
@@ -672,9 +676,14 @@ def _meet_first_forward(
     def explain(rank: int, ours: str, theirs: str) -> str:
         difference = first_difference(ours.split("\n"), theirs.split("\n"))
         assert difference is not None, "digests differ"
+        if difference[0] == 0:
+            raise MisuseRuntimeError(json.loads(difference[1]) or json.loads(difference[2]))
         _, a, b = difference
+        first, other = (json.loads(text or "{}") for text in (a, b))
+        words = [key for key in first if key in other and first[key] != other[key]]
         return (
-            f"first forward: the ranks have different models. The first difference is between rank 0, which has {a}, "
+            f"first forward: the ranks have different models{': ' * bool(words)}{', '.join(words)}. The first "
+            f"difference is between rank 0, which has {a}, "
             f"and rank {rank}, which has {b}. Build the same model and call fully_shard() the same way on every rank"
         )
 
@@ -685,4 +694,6 @@ def _meet_first_forward(
     verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=position)
     if verdict:
         raise RanksDifferError(verdict)
+    if left_empty:
+        raise MisuseRuntimeError(left_empty)
     return digest

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from .._arguments import checked, size_of
 from .._torch import DTensorSpec, compute_local_shape_and_global_offset
 from ..checkpoint import group_of, is_first
 from ..comm import Label, Transport, transport_of
-from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
+from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import FlatParamHandle, TensorParallel
 from .full_parameters import (
     BUCKET_BYTES,
@@ -30,7 +31,7 @@ from .full_parameters import (
     Source,
     Span,
     Steps,
-    check_arguments,
+    check_dtype,
     gather_lone,
     gather_span,
     handles_of,
@@ -355,6 +356,7 @@ def _names(sources: Sequence[Source]) -> list[tuple[tuple[str, ...], torch.Size,
     return [(source.names, source.tensor.shape, source.dtype) for source in sources]
 
 
+@checked()
 def snapshot_parameters(
     model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> ParameterSnapshot:
@@ -370,7 +372,7 @@ def snapshot_parameters(
         RuntimeError: a forward or backward is running.
         TypeError: ``dtype`` is not a floating-point dtype.
     """
-    check_arguments("snapshot_parameters", BUCKET_BYTES, dtype)
+    check_dtype("snapshot_parameters", dtype)
     sources = sources_of(names_of(model), dtype, include_buffers=False)
     problem = why_unreadable(sources)
     if problem:
@@ -380,9 +382,10 @@ def snapshot_parameters(
     return snapshot
 
 
+@checked()
 @contextmanager
 def changed_since(
-    model: nn.Module, snapshot: ParameterSnapshot, *, bucket_bytes: int = BUCKET_BYTES, rank0_only: bool = False
+    model: nn.Module, snapshot: ParameterSnapshot, *, bucket_bytes: int | str = BUCKET_BYTES, rank0_only: bool = False
 ) -> Iterator[Steps[tuple[str, ChangedElements]]]:
     """Gather the elements that differ from a snapshot after casting, to update a copy of the weights elsewhere::
 
@@ -413,9 +416,7 @@ def changed_since(
         ValueError: ``bucket_bytes`` is not positive.
         TypeError: ``snapshot`` is not a snapshot.
     """
-    check_arguments("changed_since", bucket_bytes, None)
-    if not isinstance(snapshot, ParameterSnapshot):
-        raise MisuseTypeError(f"changed_since(): expected a ParameterSnapshot, got {type(snapshot).__name__}")
+    bucket_bytes = size_of(bucket_bytes, "changed_since(bucket_bytes={})")
     names = names_of(model)
     sources = sources_of(names, snapshot.dtype, include_buffers=False)
     is_here = is_first(group_of(names))
@@ -431,6 +432,7 @@ def changed_since(
 _SAME_DTYPE = ": give full_parameters() and snapshot_parameters() the same dtype="
 
 
+@checked()
 def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str, ChangedElements]]) -> None:
     """Write changes into whole tensors, in place. If one of them does not fit, nothing is written. Local.
 

@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .._arguments import checked, size_of
 from .._torch import non_persistent_buffers
 from ..checkpoint import ModelNames, agree, ask_all, group_of, is_first
 from ..comm import DataParallelMesh, Transport
-from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError, RanksDifferError, class_of
+from ..errors import MisuseRuntimeError, MisuseTypeError, RanksDifferError, class_of
 from ..flat import FlatParamHandle, handle_of, local_elements, local_of
 from ..group import is_sleeping, sleeping_error, state_of
 from ..ragged import CompositeDTensor
@@ -442,11 +443,12 @@ def _verdict(call: str, told: Sequence[tuple[str, str]]) -> list[str]:
 BUCKET_BYTES = 256 << 20
 
 
+@checked()
 @contextmanager
 def full_parameters(
     model: nn.Module,
     *,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | str = BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     rank0_only: bool = False,
     include_buffers: bool = False,
@@ -474,7 +476,7 @@ def full_parameters(
 
     Args:
         model: any kind of model, as for ``get_model_state_dict``, or a part of one.
-        bucket_bytes: maximum size of a bucket; a larger parameter is a bucket of its own.
+        bucket_bytes: maximum size of a bucket, in bytes or as ``"256MB"``; a larger parameter is a bucket of its own.
         dtype: dtype to send floating-point parameters in; ``None``: their own. Other parameters, and buffers, keep
             theirs.
         rank0_only: only the first rank gets parameters; the others get empty lists and hold no more than their shards.
@@ -486,7 +488,8 @@ def full_parameters(
         ValueError: ``bucket_bytes`` is not positive.
         TypeError: ``dtype`` is not a floating-point dtype.
     """
-    check_arguments("full_parameters", bucket_bytes, dtype)
+    check_dtype("full_parameters", dtype)
+    bucket_bytes = size_of(bucket_bytes, "full_parameters(bucket_bytes={})")
     names = names_of(model)
     sources = sources_of(names, dtype, include_buffers)
     gather = partial(gather_run, rank0_only=rank0_only, is_first=is_first(group_of(names)))
@@ -529,9 +532,7 @@ def in_step(
     steps.leave(None)
 
 
-def check_arguments(call: str, bucket_bytes: int, dtype: torch.dtype | None) -> None:
-    """Raise if an argument is invalid."""
-    if bucket_bytes <= 0:
-        raise MisuseError(f"{call}(bucket_bytes=...): expected a positive number of bytes, got {bucket_bytes}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+def check_dtype(call: str, dtype: torch.dtype | None) -> None:
+    """Raise if values cannot be sent in this dtype."""
+    if dtype is not None and not dtype.is_floating_point:
         raise MisuseTypeError(f"{call}(dtype=...): expected a floating-point dtype or None, got {dtype!r}")

@@ -11,11 +11,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .._arguments import checked
+
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 _Bounds = tuple[float, float]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+@checked()
 def assert_trains_like_unsharded(
     model: nn.Module,
     shard: Callable[[nn.Module], object],

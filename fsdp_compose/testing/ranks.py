@@ -32,6 +32,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from .._arguments import checked
 from .._torch import fake_store, set_group_timeout
 
 # ---- Processes that start fast and always end.
@@ -44,6 +45,7 @@ FORKS = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "torch._dynamo"]  # the first checkpoint() of a process imports dynamo
 
 
+@checked()
 def preload(module: str, *, first: bool = False) -> None:
     """Import a module once, in the server from which the processes of ranks are forked.
 
@@ -165,6 +167,7 @@ class _Rank:
         self.connection.close()
 
 
+@checked()
 class Ranks:
     """Runs functions on the ranks of one gloo process group on this machine. It owns the ranks' processes, their store
     and the files they write.
@@ -310,6 +313,7 @@ class Ranks:
         raise RanksFailed("\n".join(failure))
 
 
+@checked()
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
     """Call ``function(*arguments)`` on the ranks of a gloo process group, each in its own process on this machine.
 
@@ -402,6 +406,7 @@ def _run(pickled: bytes, connection: Connection, before: Hook | None, after: Hoo
 # ---- One process that simulates one rank of many.
 
 
+@checked()
 @contextmanager
 def simulated_ranks(world_size: int = 64, rank: int = 0) -> Iterator[None]:
     """Make this process one rank of a process group whose collectives return at once and move no data.

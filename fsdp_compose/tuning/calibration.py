@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .._arguments import checked
 from ..api import plan
 from ..errors import MisuseError, MisuseRuntimeError
 from ..inspect import simulate
@@ -40,6 +41,7 @@ BUSY = 1.2  # wall time by CPU time, above which something else uses the cores
 Note: TypeAlias = Callable[[str], None]
 
 
+@checked()
 def calibrate(
     *,
     processes: int | None = None,
@@ -111,6 +113,7 @@ def calibrate(
     return Hardware(device, network, calibrated)
 
 
+@checked()
 def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
     """Write a file that ``read_hardware`` reads, completely or not at all."""
     path = Path(path)

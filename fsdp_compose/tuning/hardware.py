@@ -19,6 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .._arguments import checked
 from ..comm import ALL_REDUCE, ALL_TO_ALL
 from ..errors import MisuseError
 from ..inspect import Operation
@@ -26,6 +27,7 @@ from ..inspect import Operation
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 
+@checked()
 @dataclass(frozen=True)
 class Curve:
     """Seconds by size: linear between the given sizes; below the first one it takes as long as that, beyond the last
@@ -50,6 +52,7 @@ class Curve:
         return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
 
 
+@checked()
 @dataclass(frozen=True)
 class Device:
     """What computes.
@@ -146,6 +149,7 @@ _LIKE = {
 }  # fmt: skip
 
 
+@checked()
 @dataclass(frozen=True)
 class Level:
     """One level of a network.
@@ -162,6 +166,7 @@ class Level:
     latency: float
 
 
+@checked()
 @dataclass(frozen=True)
 class Network:
     """The networks that connect ranks, from the innermost.
@@ -247,6 +252,7 @@ class Network:
             below = level.ranks or len(ranks)
 
 
+@checked()
 @dataclass(frozen=True)
 class Hardware:
     """A device and the network between its ranks.
@@ -302,6 +308,7 @@ def _value(value: Any) -> str:
     return repr(value)
 
 
+@checked()
 def read_hardware(path: str | os.PathLike[str]) -> Hardware:
     """Read a file that ``calibrate`` or a user wrote; docs/howto/tune.md has the format.
 
@@ -475,6 +482,7 @@ PRESETS: Mapping[str, Hardware] = {
 }  # fmt: skip
 
 
+@checked()
 def hardware_of(text: str) -> Hardware:
     """A preset by its name, or the file at this path.
 

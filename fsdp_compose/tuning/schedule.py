@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._arguments import checked
 from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ..inspect import STEP, Allocated, Issue, Operation, StepEvent, Wait
 from .hardware import Device, Network
@@ -61,6 +62,7 @@ class Schedule:
     spans: tuple[Span, ...] = ()
 
 
+@checked()
 def schedule(
     events: Sequence[StepEvent],
     device: Device,

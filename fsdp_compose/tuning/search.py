@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from .._arguments import checked, size_of
 from ..api import ADAMW, MakeOptimizer, model_of, modules_to_wrap, of_parameters
 from ..errors import MisuseError
 from ..flat import MixedPrecisionPolicy
@@ -37,13 +38,14 @@ _MOST_BLOCKS_PER_GROUP = 4
 _ON_HOST = (PARAMETERS, GRADIENTS, OPTIMIZER)  # kinds of memory that offloading keeps there
 
 
+@checked()
 def tune(
     factory: Callable[..., Any],
     world_size: int,
     hardware: str | Hardware = "h100",
     *,
     node_size: int | None = None,
-    max_memory: int | None = None,
+    max_memory: int | str | None = None,
     wrap: Sequence[str] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     batch: int | None = None,
@@ -69,7 +71,7 @@ def tune(
         hardware: the name of a preset (``a100``, ``h100``, ``h200``, ``b200``, ``mi300x``), a file that ``calibrate``
             has written, or an object.
         node_size: ranks in a node; default: the hardware's.
-        max_memory: bytes of a rank; default: the hardware's. A tenth is left free.
+        max_memory: bytes of a rank, or ``"80GB"``; default: the hardware's. A tenth is left free.
         wrap, mp_policy, batch, seq, optimizer, optimizer_of: as for ``plan``. ``batch`` is what a rank trains in a
             step, in one or several micro-batches.
         is_compiled: the blocks will be compiled (``Block.compile()``).
@@ -84,13 +86,9 @@ def tune(
         RuntimeError: there is a process group; or the model has data-dependent control flow.
     """
     machine = hardware_of(hardware) if isinstance(hardware, str) else hardware
-    memory = machine.device.capacity if max_memory is None else max_memory
-    least = min(1 if size is None else size for size in (world_size, node_size, batch, max_memory))
-    if least < 1:
-        raise MisuseError(
-            f"tune(world_size={world_size}, node_size={node_size}, batch={batch}, max_memory={max_memory}): expected "
-            "at least 1"
-        )
+    memory = machine.device.capacity if max_memory is None else size_of(max_memory, "tune(max_memory={})")
+    if min(1 if number is None else number for number in (world_size, node_size, batch)) < 1:
+        raise MisuseError(f"tune(world_size={world_size}, node_size={node_size}, batch={batch}): expected at least 1")
     if not memory:
         raise MisuseError(f"tune(): {machine.device.name} does not say how much memory it has: give max_memory")
     if node_size is not None and node_size < world_size:

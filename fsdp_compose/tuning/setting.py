@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from .._arguments import checked
 from ..api import fully_shard
 from ..flat import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -19,6 +20,7 @@ NONE, EVERY_SECOND, ALL = CHECKPOINTED = ("none", "every 2nd block", "blocks")
 """Which blocks recompute their activations in backward."""
 
 
+@checked()
 @dataclass(frozen=True)
 class Setting:
     """One way to train.
@@ -62,6 +64,7 @@ class Setting:
         return ", ".join(parts)
 
 
+@checked()
 def apply_setting(
     setting: Setting, model: nn.Module, blocks: Sequence[nn.Module], mp_policy: MixedPrecisionPolicy | None
 ) -> None:

@@ -15,12 +15,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
+from .._arguments import checked
 from .._torch import DispatchMode
 from ..api import fully_shard
 from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, transport_of
 from ..inspect import Operation, operation_of
 
 
+@checked()
 @dataclass(frozen=True)
 class Workload:
     """Sizes of what is measured. The defaults are for a CPU and take about a minute.

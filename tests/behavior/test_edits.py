@@ -21,6 +21,7 @@ from fsdp_compose import (
     set_functional_mode,
     unshard,
 )
+from fsdp_compose.errors import MisuseRuntimeError
 from tests import harness
 from tests.harness import breakable_mesh, our_warnings
 from tests.internals import local_of
@@ -430,3 +431,21 @@ def test_data_that_does_not_fit_raises_at_once_and_changes_nothing(before, case)
     assert weight.to_local().data_ptr() == address and torch.equal(weight.to_local(), value)
     assert weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape == (7, DIM)
     assert_trains_on(model, reference)
+
+
+@distributed(world_size=(1, 3))
+def test_memory_of_another_sharded_model_is_refused_and_copies_are_right():
+    """In plain torch the two would share memory from then on."""
+    torch.manual_seed(0)
+    source, target = (fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))) for _ in range(2))
+    before = [param.full_tensor() for param in target.parameters()]
+    for given in (lambda param: param.data, lambda param: param.detach(), lambda param: param):
+        with pytest.raises(MisuseRuntimeError, match=r"\.data of the parameter 0.weight .* cannot be set to that"):
+            target[0].weight.data = given(source[0].weight)
+    for param, old in zip(target.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), old)
+        param.data = param.data  # its own
+    for param, other in zip(target.parameters(), source.parameters(), strict=True):
+        param.data = other.data.clone()
+    inputs = torch.ones(2, 3)
+    assert torch.equal(target(inputs), source(inputs))

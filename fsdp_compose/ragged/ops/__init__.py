@@ -23,7 +23,18 @@ import torch.distributed as dist
 
 from ..dtensor import Handler, handlers
 from .operands import FUSED_OPTIMIZERS, writes_by_index
-from .pointwise import copy_into, divide, make_out, new, new_strided, per_element, pointwise, random, unscale
+from .pointwise import (
+    copy_into,
+    divide,
+    empty_like,
+    make_out,
+    new,
+    new_strided,
+    per_element,
+    pointwise,
+    random,
+    unscale,
+)
 from .reductions import (
     allclose,
     any_handler,
@@ -71,7 +82,7 @@ _VIEWS: Sequence[Any] = (
 _LIKE_POINTWISE: Sequence[Any] = (
     aten.clone.default, aten._to_copy.default,
     aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zeros_like.default, aten.ones_like.default,
-    aten.empty_like.default, aten.full_like.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.lerp_.Scalar,
+    aten.full_like.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.lerp_.Scalar,
     aten.lerp_.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar,
     aten.masked_fill_.Tensor, aten.lift_fresh.default, aten.nan_to_num.default, aten.nan_to_num_.default,
     aten._pin_memory.default, aten.where.self, aten.where.self_out, aten.abs_.default,
@@ -90,6 +101,7 @@ _BY_OPERATOR: dict[Any, Handler] = {
     aten.view_as_real.default: as_real,
     aten.view_as_complex.default: as_real,
     **dict.fromkeys(_LIKE_POINTWISE, pointwise),
+    aten.empty_like.default: empty_like,
     aten.copy_.default: copy_into,
     **dict.fromkeys(
         (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), new

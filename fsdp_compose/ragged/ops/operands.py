@@ -218,7 +218,34 @@ class ReplicatedDTensor(DTensor):
         return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self)).__reduce_ex__(protocol)
 
 
+class PartialDTensor(DTensor):
+    """A result of which each rank has a part, with the placements that stock DTensor leaves. Its operations are stock
+    DTensor's, except that ``item()``, which reads this rank's part there, is that of the whole."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].full_tensor().item()
+
+        def stock(tensor: DTensor) -> DTensor:
+            result: DTensor = make_dtensor(DTensor, local_tensor(tensor), dtensor_spec(tensor))
+            return result
+
+        def back(tensor: DTensor) -> DTensor:
+            is_partial = type(tensor) is DTensor and any(item.is_partial() for item in tensor.placements)
+            result: DTensor = make_dtensor(cls, local_tensor(tensor), dtensor_spec(tensor)) if is_partial else tensor
+            return result
+
+        args, kwargs = map_instances(cls, stock, args), map_instances(cls, stock, kwargs or {})
+        return map_instances(DTensor, back, func(*args, **kwargs))
+
+    __reduce_ex__ = ReplicatedDTensor.__reduce_ex__
+
+
 # As for ``RaggedDTensor``.
+PartialDTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]
 ReplicatedDTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]
 
 

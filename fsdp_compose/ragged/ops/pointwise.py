@@ -38,6 +38,29 @@ from .operands import (
 )
 from .views import as_in, first_ragged, gather_all, write_elsewhere
 
+# NaNs that no computation makes, by the size of an element.
+_MARKS = {2: (torch.int16, 0x7FED), 4: (torch.int32, 0x7FC0FEED), 8: (torch.int64, 0x7FF80000FEEDFEED)}
+
+
+def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Memory for a tensor that was on the meta device (``to_empty()``) is marked until it is written to."""
+    result = pointwise(func, args, kwargs)
+    if args[0].is_meta and (mark := _mark_of(result._local_tensor)) is not None:
+        mark.fill_(_MARKS[result.dtype.itemsize][1])
+    return result
+
+
+def was_left_empty(local: torch.Tensor) -> bool:
+    """Whether nobody has written to the memory of ``empty_like``. A rank without elements does not know."""
+    mark = _mark_of(local)
+    return mark is not None and mark.item() == _MARKS[local.dtype.itemsize][1]
+
+
+def _mark_of(local: torch.Tensor) -> torch.Tensor | None:
+    if local.is_meta or not local.numel() or not local.is_floating_point() or local.dtype.itemsize not in _MARKS:
+        return None
+    return local.detach().reshape(-1)[:1].view(_MARKS[local.dtype.itemsize][0])
+
 
 def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("memory_format") is not None:

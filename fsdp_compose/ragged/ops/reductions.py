@@ -6,19 +6,19 @@ The handlers, registered in the table of ``ops``, and the norms that ``optim.cli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, nan
+from math import inf, nan, prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from ..._torch import DTensorSpec, TensorMeta, foreach_norm, make_dtensor
+from ..._torch import DTensorSpec, NormPartial, TensorMeta, current_graph_task_id, foreach_norm, make_dtensor
 from ...comm import all_reduce, device_for, noticing_loss
 from ..dtensor import Handler, RaggedDTensor
 from ..placement import RaggedSpec
-from .operands import Args, Kwargs, ReplicatedDTensor, operand, replicated, scalar_operand
+from .operands import Args, Kwargs, PartialDTensor, ReplicatedDTensor, operand, replicated, scalar_operand
 from .views import gather_all
 
 # ---- Norms and extremes of tensors that are spread over ranks: a part on each rank, one collective, then the whole
@@ -72,6 +72,42 @@ def finish_norm(combined: torch.Tensor, order: float) -> torch.Tensor:
     return combined if order in (0, inf, -inf) else combined.pow(1.0 / order)
 
 
+# ---- Results that each rank has a part of, as those of stock DTensor
+
+
+_leaves_partial = False
+
+
+def leave_partial(leaves: bool) -> None:
+    """From now on, sums, means and norms have the placements of stock DTensor: programs written for FSDP2 add up the
+    ranks' parts. Extremes stay complete: to take them once more changes nothing."""
+    global _leaves_partial
+    _leaves_partial = leaves
+
+
+def _is_left_partial(tensors: Sequence[Any]) -> bool:
+    """Whether the results of these tensors are. What autograd records, or needs, is complete."""
+    if not _leaves_partial or current_graph_task_id() != -1 or torch.compiler.is_compiling():
+        return False
+    if not all(isinstance(tensor, RaggedDTensor) for tensor in tensors):
+        return False
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    # Stock DTensor computes only with those of one mesh.
+    spread = {(tensor._spec.mesh, tensor._spec.reduce_dims) for tensor in tensors}
+    return not is_recorded and len(spread) == 1 and all(dims for _, dims in spread)
+
+
+def _partial(local: torch.Tensor, placement: Placement, spec: RaggedSpec) -> DTensor:
+    placements = tuple(placement if dim in spec.reduce_dims else Replicate() for dim in range(spec.mesh.ndim))
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    result: DTensor = make_dtensor(PartialDTensor, local, DTensorSpec(spec.mesh, placements, meta))
+    return result
+
+
+def _placement_of(order: float) -> Placement:
+    return NormPartial(order) if order else Partial()
+
+
 # ---- Handlers
 
 
@@ -87,6 +123,8 @@ def reduction(
         if not isinstance(tensor, RaggedDTensor) or _names_dims(func, args, kwargs):
             return gather_all(func, args, kwargs)
         result = local(tensor, *args[1:], **kwargs)
+        if op is dist.ReduceOp.SUM and _is_left_partial([tensor]):
+            return _partial(result, Partial(), tensor._spec)
         _all_reduce(result, op, tensor._spec)
         return replicated(finish(result, tensor) if finish is not None else result, tensor._spec)
 
@@ -116,15 +154,24 @@ def _sum(tensor: RaggedDTensor, dim: Any = None, keepdim: bool = False, *, dtype
 
 
 def sum_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    result = reduction(_sum, dist.ReduceOp.SUM)(func, args, kwargs)
     source = args[0].dtype
-    return result.to(kwargs.get("dtype") or (source if source.is_floating_point else result.dtype))
+    dtype = kwargs.get("dtype") or (source if source.is_floating_point else None)
+    if _is_left_partial(args[:1]) and not _names_dims(func, args, kwargs):
+        part = _sum(*args, **kwargs)
+        return _partial(part.to(dtype or part.dtype), Partial(), args[0]._spec)
+    result = reduction(_sum, dist.ReduceOp.SUM)(func, args, kwargs)
+    return result.to(dtype or result.dtype)
 
 
 def mean_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], RaggedDTensor) and not _names_dims(func, args, kwargs):
         if not args[0].dtype.is_floating_point and not args[0].dtype.is_complex and kwargs.get("dtype") is None:
             return func(args[0]._local_tensor)  # raises, as for any integer tensor
+        if _is_left_partial(args[:1]):
+            spec, asked = args[0]._spec, kwargs.get("dtype")
+            num_parts = prod(spec.mesh.size(dim) for dim in spec.reduce_dims)  # of unequal lengths
+            mean = _sum(*args, **kwargs) * (num_parts / args[0].numel())
+            return _partial(mean.to(asked or args[0].dtype), Partial("avg"), spec)
         accumulated = reduction(_sum, dist.ReduceOp.SUM)(func, args, kwargs)
         return (accumulated / args[0].numel()).to(kwargs.get("dtype") or args[0].dtype)
     return gather_all(func, args, kwargs)
@@ -142,6 +189,9 @@ def norm_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
     dtype = kwargs.get("dtype")
     local = tensor._local_tensor.to(accurate_dtype(dtype or tensor.dtype))
     result = partial_norm(local, order)
+    if abs(order) != inf and _is_left_partial([tensor]):
+        own = finish_norm(result, order).to(_norm_dtype(tensor.dtype, dtype))
+        return _partial(own, _placement_of(order), tensor._spec)
     for dim in tensor._spec.reduce_dims:
         combine_norms(result, order, tensor._spec.mesh.get_group(dim))
     return replicated(finish_norm(result, order).to(_norm_dtype(tensor.dtype, dtype)), tensor._spec)
@@ -180,14 +230,14 @@ def foreach_norms(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(key, type):
             norms = func([tensors[i] for i in indices], *args[1:], **kwargs)
         else:
-            norms = _norms([tensors[i] for i in indices], order, dtype, widest)
+            norms = _norms([tensors[i] for i in indices], order, dtype, widest, _is_left_partial(tensors))
         for i, norm in zip(indices, norms, strict=True):
             results[i] = norm
     return results
 
 
 def _norms(
-    tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None, mesh: DeviceMesh
+    tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None, mesh: DeviceMesh, leaves_partial: bool
 ) -> list[DTensor]:
     """Norms of tensors that have one dtype and are held by the same ranks; as tensors of ``mesh``."""
     spec, accurate = tensors[0]._spec, accurate_dtype(dtype or tensors[0].dtype)
@@ -197,9 +247,12 @@ def _norms(
     locals_ = [local if local.numel() else local.new_full((1,), neutral) for local in locals_]
     partial = torch.stack(foreach_norm(locals_, order, dtype=accurate))
     partial = partial if order in (0, inf, -inf) else partial.pow(order)
-    for dim in spec.reduce_dims:
+    leaves_partial = leaves_partial and abs(order) != inf
+    for dim in () if leaves_partial else spec.reduce_dims:
         combine_norms(partial, order, spec.mesh.get_group(dim))
     norms = finish_norm(partial, order).to(_norm_dtype(tensors[0].dtype, dtype)).unbind()
+    if leaves_partial:
+        return [_partial(norm, _placement_of(order), spec) for norm in norms]
     scalar = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(norms[0].shape, (), norms[0].dtype))
     return [make_dtensor(ReplicatedDTensor, norm, scalar) for norm in norms]
 
