@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 from fsdp_compose import declare_blockwise, fully_shard
 from fsdp_compose.optim import zeros_per_block
-from fsdp_compose.ragged import note_write_of_all_ranks
 
 BLOCK = 256
 
@@ -59,7 +58,6 @@ class AdamW8(torch.optim.Optimizer):
                     state[name] = torch.zeros_like(param, dtype=torch.int8)
                     state[f"{name}_scale"] = zeros_per_block(param, BLOCK)
             self._update(group, state, *(_flat(tensor) for tensor in (param, param.grad)))
-        note_write_of_all_ranks([param for _, param in params])  # local tensors were written to
 
     def _update(self, group: dict[str, Any], state: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         state["step"] += 1

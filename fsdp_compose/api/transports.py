@@ -11,6 +11,7 @@ from .._arguments import checked
 from ..comm import Bfloat16, DataParallelMesh, Int8, Transport, TransportRole, Wire, WireFormat
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..group import Kind, _FSDPState, states_for
+from ..ragged import note_write_of_all_ranks
 
 FORMATS: dict[str, Callable[[], WireFormat]] = {"bf16": Bfloat16, "int8": Int8}
 
@@ -22,7 +23,8 @@ FORMATS: dict[str, Callable[[], WireFormat]] = {"bf16": Bfloat16, "int8": Int8}
 def set_transport(
     module: nn.Module, wrap: Callable[[Transport, TransportRole], Transport] | None, *, recurse: bool = True
 ) -> None:
-    """Let collectives of groups go through transports of your own, from the next one on.
+    """Let collectives of groups go through transports of your own, from the next one on. What is gathered is gathered
+    again.
 
     What must be exact stays as it is: checkpoints, full parameters, the matrices of ``optim.Muon``. So do all-gathers
     that tensor subclasses define, and sums over tensor-parallel ranks.
@@ -142,6 +144,8 @@ def _change(call: str, module: nn.Module, wrap: _Wrap | None, recurse: bool) -> 
     change = _checked(call, wrap)
     change_meshes(states, lambda mesh: mesh.with_transports(change))
     for state in states:
+        # What is gathered has the old rounding: gather it again, on all ranks.
+        note_write_of_all_ranks([handle.shard for handle in state._handles])
         if state.root is not None:
             names = str(state.mesh.transport_names())
             state.root.order.entries.append(state.log.note(Kind.TRANSPORTS, f"{state.name}{names}"))

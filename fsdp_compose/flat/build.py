@@ -270,6 +270,7 @@ def is_stale(handle: FlatParamHandle) -> bool:
         f"rank {handle.mesh.rank}: a sharded parameter was written to through its local memory (to_local(), or a flat "
         "view made with local=True) after it had been gathered. Other ranks cannot know that, so the old gathered "
         f"values would be used. It is one of {names}. Write to the sharded parameter itself, under torch.no_grad(); "
+        "or say that all ranks have written, fsdp_compose.optim.note_write_of_all_ranks(); "
         "or write outside forward, while no keep_unsharded() is active (during a forward, the next group is gathered "
         "ahead)"
     )

@@ -11,6 +11,7 @@ element-wise; the hook after raises the shard's version.
 view. Otherwise it goes tensor by tensor, with one collective too. Padding is zero, so norms do not see it.
 """
 
+from ..ragged import note_write_of_all_ranks as note_write_of_all_ranks
 from .blockwise import block_of as block_of
 from .blockwise import num_blocks as num_blocks
 from .blockwise import whole_matrices as whole_matrices

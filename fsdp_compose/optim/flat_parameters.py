@@ -358,3 +358,6 @@ def _after_step(optimizer: Optimizer) -> None:
     # those of the shard and the sharded parameters.
     if handles:
         note_write_of_all_ranks([tensor for handle in handles for tensor in (handle.shard, *handle.sharded_params)])
+    if block_of(optimizer) is not None:  # such steps write to local tensors
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        note_write_of_all_ranks([param for param in params if param.grad is not None])

@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 from .._torch import is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, handle_of, local_of
+from ..group import never_traced
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, note_write_of_all_ranks
 from .matrices import (
     NO_TRANSPORT,
@@ -155,6 +156,7 @@ class Matrixwise(Optimizer):
         return optimizer
 
     @torch.no_grad()
+    @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients.
 
@@ -173,14 +175,7 @@ class Matrixwise(Optimizer):
             RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter. Nothing was
                 changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        known = self._plan()
-        gradients = begin_step("Matrixwise", known.trained, (), ("block_rows",))
-        if not self._is_made:
-            self._make_own()
+        loss, known, gradients = begin_step(self, closure, self._plan_and_make, (), ("block_rows",))
         try:
             moved = [_Moved(plan, numbers, gradients) for plan, numbers in zip(known.plans, known.numbers, strict=True)]
             for item in moved:
@@ -224,19 +219,26 @@ class Matrixwise(Optimizer):
             self._known = known
         return self._known
 
+    def _plan_and_make(self) -> _Known:
+        """What can fail on this rank alone before a step: ``make`` is the user's."""
+        known = self._plan()
+        if not self._is_made:
+            self._make_own()
+        return known
+
     # ---- The user's optimizers, at owners
 
     def _make_own(self) -> None:
         """Make the user's optimizers for all matrices that this rank owns."""
-        known, own = self._plan(), [list[nn.Parameter]() for _ in self.param_groups]
+        known, own, wholes = self._plan(), [list[nn.Parameter]() for _ in self.param_groups], {}
         for i, (param, count) in enumerate(zip(known.trained.params, known.counts, strict=True)):
             block_rows = self.param_groups[known.groups[i]]["block_rows"]
             for k in range(count):
                 if known.is_own((i, k)):
-                    self._wholes[i, k] = _stand_in(param, block_rows, known.device((i, k)))
-                    own[known.groups[i]].append(self._wholes[i, k])
+                    wholes[i, k] = _stand_in(param, block_rows, known.device((i, k)))
+                    own[known.groups[i]].append(wholes[i, k])
         self._optimizers = [self._made(params) if params else None for params in own]
-        self._is_made = True
+        self._wholes, self._is_made = wholes, True
 
     def _step_own(self) -> dict[_Number, list[_Leaf]]:
         """Step this rank's matrices. Return what their state then consists of."""

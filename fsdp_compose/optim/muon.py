@@ -28,6 +28,7 @@ from .._torch import (
 from ..comm import Label, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import FlatParamHandle, handle_of, local_of
+from ..group import never_traced
 from ..ragged import note_write_of_all_ranks
 from .matrices import (
     NO_TRANSPORT,
@@ -180,6 +181,7 @@ class Muon(Optimizer):
             raise
 
     @torch.no_grad()
+    @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients.
 
@@ -198,13 +200,8 @@ class Muon(Optimizer):
             RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter. Nothing was
                 changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        known = self._plan()
         head = f"ns_dtype={self._ns_dtype}, bucket_bytes={self._bucket_bytes}, over_replicas={self._over_replicas}"
-        gradients = begin_step("Muon", known.trained, [head], ("algorithm", "block_rows"))
+        loss, known, gradients = begin_step(self, closure, self._plan, [head], ("algorithm", "block_rows"))
         for plan in known.plans:
             self._step_muon(plan, gradients)
         for group in self.param_groups:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
 
 from ..comm import Carrier, meet
 from ..errors import FSDPComposeError, RanksDifferError
@@ -65,34 +66,57 @@ class Trained:
         return [*dict.fromkeys([item.mesh.peers for item in self.handles if item.mesh.has_peers])]
 
 
-def begin_step(optimizer: str, trained: Trained, head: Sequence[str], options: Sequence[str]) -> Gradients:
-    """Return this rank's parts of the gradients, once all ranks are about to do the same.
+class _Known(Protocol):
+    @property
+    def trained(self) -> Trained: ...
+
+
+_Plan = TypeVar("_Plan", bound=_Known)
+
+
+def begin_step(
+    optimizer: Optimizer,
+    closure: Callable[[], Any] | None,
+    plan: Callable[[], _Plan],
+    head: Sequence[str],
+    options: Sequence[str],
+) -> tuple[Any, _Plan, Gradients]:
+    """Do what can fail on one rank, and return it once all ranks have, and are about to do the same: what ``closure``
+    returned, the plan, and this rank's parts of the gradients.
 
     Ranks: all that have the parameters.
 
     Args:
-        optimizer: its name, for messages.
+        optimizer: that steps.
+        closure: computes the loss again.
+        plan: what else comes before anything is sent; it changes nothing that a user sees.
         head: lines that must be equal on all ranks; ``options``: entries of parameter groups that must be, too.
 
     Raises:
         RanksDifferError, RankLostError: see ``agree_on_step``.
-        RuntimeError, ValueError: on this rank, a gradient is not reduced, or is not sharded like its parameter.
+        Exception: on this rank, what ``closure`` or ``plan`` raised; RuntimeError, ValueError: a gradient is not
+            reduced, or is not sharded like its parameter.
     """
-    what, gradients, error = f"{optimizer}.step()", Gradients(), None
+    name, loss, known, gradients, error = type(optimizer).__name__, None, None, Gradients(), None
+    trained, digest = Trained(), b""
     try:
-        refuse_unreduced(what, trained.params)
-        gradients = {id(p): local_gradient(optimizer, p) for p in trained.params if p.grad is not None}
-    except (RuntimeError, ValueError) as caught:  # the others wait for this rank: they are told
-        error = caught
-    peers = trained.peers()
-    if peers:
-        lines = partial(_lines, trained, head, options)
-        trained.digest = trained.digest or blake2b("\n".join(lines(False)).encode()).digest()
-        present = bytes([param.grad is not None for param, _ in trained.shared])
-        agree_on_step(what, peers, trained.digest + present, lines, error)
-    elif error is not None:
-        raise error
-    return gradients
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        known = plan()
+        trained = known.trained
+        refuse_unreduced(f"{name}.step()", trained.params)
+        gradients = {id(p): local_gradient(name, p) for p in trained.params if p.grad is not None}
+        if trained.peers():
+            trained.digest = (
+                trained.digest or blake2b("\n".join(_lines(trained, head, options, False)).encode()).digest()
+            )
+            digest = trained.digest + bytes([param.grad is not None for param, _ in trained.shared])
+    except Exception as caught:  # the others wait for this rank: they are told
+        error, trained = caught, trained if trained.params else Trained.by(optimizer.param_groups)
+    agree_on_step(f"{name}.step()", trained.peers(), digest, partial(_lines, trained, head, options), error)
+    assert known is not None, "agree_on_step() raises the error"
+    return loss, known, gradients
 
 
 def _lines(trained: Trained, head: Sequence[str], options: Sequence[str], with_gradients: bool = True) -> Sequence[str]:
@@ -136,7 +160,7 @@ def agree_on_step(
         try:
             are_all_here, is_same = Carrier.of(group).begin_step(number)
         except FSDPComposeError as lost:
-            raise type(lost)(f"{what}: {lost}. {_CHANGED}") from None
+            raise error or type(lost)(f"{what}: {lost}. {_CHANGED}") from None
         if not is_same:
             _explain(what, group, lines() if error is None else [], error, are_all_here)
     if error is not None:
@@ -148,9 +172,6 @@ def _explain(
 ) -> None:
     """Raise, on every rank. Ranks: all, which know that they differ."""
     problem = "" if error is None else f"{type(error).__name__}: {error}".replace("\n", " ")
-    if not are_all_here:
-        # The others compare their collectives: what they tell, and what they are told, are entries with meanings.
-        _compare_collectives(what, group)
     details = "\n".join([problem, *lines])
 
     def explain(rank: int, ours: str, theirs: str) -> str:
@@ -165,6 +186,9 @@ def _explain(
         )
 
     try:
+        if not are_all_here:
+            # The others compare their collectives: what they tell, and what they are told, are entries with meanings.
+            _compare_collectives(what, group)
         meet(group, f"comparing what ranks train in {what}", details, lambda _: "", details, explain)
     except RanksDifferError:
         if error is not None:

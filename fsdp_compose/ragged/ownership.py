@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
-from .._torch import grad_dtype_slot, is_swapping_tensors
+from .._torch import grad_dtype_slot, is_swapping_tensors, local_tensor
 from ..errors import MisuseRuntimeError
 
 # ---- What sharded parameters, and tensors made from them, know about their group
@@ -209,7 +209,25 @@ requires_grad_writes: _RequiresGradWrites | _EveryLook = _EveryLook() if PLAIN_S
 
 
 def note_write_of_all_ranks(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Record that all ranks have written to these local tensors, or to their own parts of the same tensors; inside a
-    dispatch, the version counter does not move."""
+    """Say that all ranks have written to the local tensors of these parameters, each to its own.
+
+    Code that steps parameters through local tensors calls this afterwards: ranks then gather again what they have kept
+    (``zero1``, ``zero2``, ``unshard``), also those that hold no elements of what was written. Operations on sharded
+    parameters need nothing, nor do steps on flat views, and of classes declared with ``declare_blockwise``.
+
+    Ranks: all ranks, for the same parameters. No communication.
+
+    Args:
+        tensors: parameters, or their local tensors.
+
+    Example::
+
+        for param in params:
+            kernel(param.to_local(), param.grad.to_local())
+        note_write_of_all_ranks(params)
+    """
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
+    # A dispatch moves no version counter, and a local tensor shares that of the shard, but not that of its parameter.
     increment_version(tensors)
+    increment_version([local_tensor(item) for item in tensors if isinstance(item, DTensor)])
     writes.count += 1

@@ -23,6 +23,7 @@ from fsdp_compose import (
     full_parameters,
     fully_shard,
     functional_mode,
+    keep_unsharded,
     no_sync,
     plan,
     record_collectives,
@@ -394,6 +395,27 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.middle(self.embed(x)) @ self.head.weight
+
+
+@pytest.mark.parametrize("kept", ["zero1", "zero2", "keep_unsharded"])
+@distributed(world_size=2)
+def test_what_is_gathered_follows_a_change_of_formats(kept):
+    options = {} if kept == "keep_unsharded" else {"strategy": kept}
+    for before, after in ((None, "int8"), ("int8", None), ("bf16", "int8")):
+        torch.manual_seed(0)
+        model, fresh = nn.Linear(64, 64), nn.Linear(64, 64)
+        fresh.load_state_dict(model.state_dict())
+        set_wire_formats(fully_shard(fresh), all_gather=after)
+        set_wire_formats(fully_shard(model, **options), all_gather=before)
+        x, accumulates = torch.ones(1, 64), kept != "keep_unsharded"
+        with nullcontext() if accumulates else keep_unsharded(model), torch.set_grad_enabled(accumulates):
+            for step in range(6):
+                if step == 1:
+                    set_wire_formats(model, all_gather=after)
+                output = model(x)
+                assert torch.equal(output, fresh(x)) or step == 0
+                if accumulates:
+                    output.sum().backward()
 
 
 @distributed(world_size=2)

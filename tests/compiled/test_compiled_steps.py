@@ -13,7 +13,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_compose
 from fsdp_compose import RaggedShard, distribute_ragged, flat_parameters, fully_shard
+from fsdp_compose.optim import Matrixwise, Muon
 from tests import harness
 from tests.harness import fake_process_group
 from tests.models import Net, inputs, shard_layers
@@ -94,6 +96,45 @@ def test_compiled_step_of_a_sharded_model(parameters, make):
     ours, theirs = (whole(item, lambda param: param, Net(1)) for item in (model, eager))
     for name, expected in theirs.items():
         assert_close(ours[name], expected, 1e-6, name)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return Muon(params, lr=0.1, ns_dtype=torch.float64)
+
+
+def shampoo_like(params: Any) -> torch.optim.Optimizer:
+    return Matrixwise(params, sgd)
+
+
+@pytest.mark.parametrize("make", [muon, shampoo_like])
+@distributed(world_size=(1, 3))
+def test_a_compiled_step_that_moves_matrices(make):
+    weights = []
+    for how in ("eager", "step", "whole step"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(8, 8, bias=False))
+        optimizer = make(model.parameters())
+
+        def whole_step(x, model=model, optimizer=optimizer):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = torch.compile(optimizer.step, backend="eager") if how == "step" else optimizer.step
+        if how == "whole step":
+            run = fsdp_compose.compile(whole_step, model, backend="aot_eager")
+        for i in range(3):
+            x = torch.full((1, 8), 1.0 + i)
+            if how == "whole step":
+                run(x)
+                continue
+            model(x).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        weights.append(model.weight.full_tensor().detach())
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0])
 
 
 @distributed(world_size=2)

@@ -477,6 +477,26 @@ def test_an_optimizer_that_fails_on_one_rank_fails_on_all_and_changes_no_paramet
         assert torch.equal(whole(param), value)
 
 
+@distributed(world_size=(2, 3))
+def test_what_cannot_be_made_on_one_rank_is_told_to_all():
+    params, is_first, is_broken = [*fully_shard(Parameters(SHAPES)).items], dist.get_rank() == 0, False
+
+    def make(given: Any) -> Any:
+        if is_broken and is_first:
+            raise ArithmeticError("no optimizer")
+        return torch.optim.SGD(given, lr=0.1)
+
+    optimizer, is_broken = Matrixwise(params, make), True
+    give_gradients(params, 0)
+    before = [whole(param).clone() for param in params]
+    with pytest.raises(ArithmeticError if is_first else RanksDifferError, match="no optimizer"):
+        optimizer.step()
+    assert all(map(torch.equal, before, map(whole, params)))
+    is_broken = False
+    optimizer.step()
+    assert not any(map(torch.equal, before, map(whole, params)))
+
+
 @pytest.mark.parametrize("what", ["skips", "other parameters", "other gradients"])
 @distributed(world_size=3, fresh=True)
 def test_ranks_that_differ(what):

@@ -122,6 +122,31 @@ def test_what_one_rank_cannot_step_is_told_to_all():
     assert_bits(params[:4], expected(SHAPES[:4], 2, lr=0.02))
 
 
+@pytest.mark.parametrize("what", ["closure", "plan"])
+@distributed(world_size=(2, 3))
+def test_what_fails_on_one_rank_before_a_step_is_told_to_all(what):
+    params, optimizer = made()
+    before, last = held(params, optimizer), dist.get_world_size() - 1
+    is_last = dist.get_rank() == last
+
+    def closure() -> float:
+        if is_last and what == "closure":
+            raise ArithmeticError("no loss")
+        return 1.0
+
+    if is_last and what == "plan":
+        optimizer.param_groups[0]["block_rows"] = 7
+    raised, text = (ArithmeticError, "no loss") if what == "closure" else (MisuseError, "block_rows=7")
+    with pytest.raises(raised if is_last else RanksDifferError, match=text) as caught:
+        optimizer.step(closure)
+    assert is_last or f"rank {last} cannot step, so no rank does: {raised.__name__}: " in str(caught.value)
+    optimizer.param_groups[0]["block_rows"] = None
+    assert_unchanged(params, optimizer, before)
+    what = ""
+    assert optimizer.step(closure) == 1.0
+    assert_bits(params[:4], expected(SHAPES[:4], 2, lr=0.02))
+
+
 @pytest.mark.parametrize("option", [{"block_rows": 1}, {"ns_dtype": torch.float32}, {"over_replicas": True}], ids=str)
 @distributed(world_size=2)
 def test_options_that_differ(option):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor, without_dispatch
+from ...comm import all_reduce, noticing_loss
 from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
 from ..gather import DifferentiableGather, refuse_transforms
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
@@ -103,7 +104,16 @@ def is_own(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) and tensor.dim() > 0 and not (tensor.dim() == 1 and tensor.numel() == 1)
 
 
-# ---- Do the ranks agree?
+# ---- All ranks together
+
+
+def over_ranks(what: Any, tensor: torch.Tensor, op: Any, mesh: DeviceMesh, dims: Iterable[int]) -> None:
+    """All-reduce a small tensor over dimensions of the mesh, in place. Ranks: all of these; one that calls this alone
+    is told so. ``what``: an operator, for messages."""
+    for dim in dims:
+        group = mesh.get_group(dim)
+        with noticing_loss(group, f"{what} of a sharded tensor"):
+            all_reduce(tensor, op, group)
 
 
 def refuse_collectives(func: Any) -> None:
@@ -127,8 +137,7 @@ def check_generators(func: Any, spec: Any, dims: Iterable[int], generator: Any) 
         state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state()
     own = zlib.crc32(state.cpu().numpy().tobytes())
     bounds = torch.tensor([own, -own], dtype=torch.float64, device=device)
-    for dim in dims:
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=spec.mesh.get_group(dim))
+    over_ranks(func, bounds, dist.ReduceOp.MAX, spec.mesh, dims)
     if bounds[0] != -bounds[1]:
         raise RuntimeError(
             f"{func} on a sharded tensor of shape {tuple(spec.shape)}: the random generators of the ranks differ, so "
@@ -157,9 +166,7 @@ def check_equal(func: Any, tensor: torch.Tensor, mesh: DeviceMesh, other: str) -
     mixed = (mixed ^ (mixed >> 31)) * 0x14D049BB133111EB
     digest = (mixed ^ (mixed >> 29)).sum()
     bounds = torch.stack([digest, ~digest])
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
-            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    over_ranks(func, bounds, dist.ReduceOp.MAX, mesh, [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1])
     if bounds[0] != ~bounds[1]:
         raise MixedOperandsError(
             f"{func}: got mixed a torch.Tensor of shape {tuple(tensor.shape)}, which differs between the ranks, and "

@@ -28,6 +28,7 @@ from .operands import (
     from_scalar,
     is_tensors,
     operand,
+    over_ranks,
     pick,
     replicated,
     scalar_operand,
@@ -282,7 +283,8 @@ def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDT
         if specs[0].is_scalar:
             for local in written_locals:
                 touch(local)
-        note_write_of_all_ranks(written_locals)
+        increment_version(written_locals)  # as note_write_of_all_ranks() does
+        writes.count += 1
         increment_version(leaders)  # autograd looks at these; and the state of an optimizer is not saved for backward
     if result is None or func._schema.name.endswith("_"):
         return None
@@ -332,7 +334,7 @@ def unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
         (item.device_mesh, dim) for item in tensors if isinstance(item, DTensor) for dim in range(item.device_mesh.ndim)
     }
     for mesh, dim in sorted(meshes, key=lambda pair: (tuple(pair[0].mesh.flatten().tolist()), pair[1])):
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        over_ranks(func, found_inf, dist.ReduceOp.MAX, mesh, [dim])
 
 
 # ---- New tensors made like sharded ones, and random numbers

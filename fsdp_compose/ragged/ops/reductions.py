@@ -18,7 +18,7 @@ from ..._torch import DTensorSpec, NormPartial, TensorMeta, current_graph_task_i
 from ...comm import all_reduce, device_for, noticing_loss
 from ..dtensor import Handler, RaggedDTensor
 from ..placement import RaggedSpec
-from .operands import Args, Kwargs, PartialDTensor, ReplicatedDTensor, operand, replicated, scalar_operand
+from .operands import Args, Kwargs, PartialDTensor, ReplicatedDTensor, operand, over_ranks, replicated, scalar_operand
 from .views import gather_all
 
 # ---- Norms and extremes of tensors that are spread over ranks: a part on each rank, one collective, then the whole
@@ -56,14 +56,14 @@ def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup)
 
 def combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGroup) -> None:
     """Reduce to the largest or smallest value over the ranks, in place. NaN on any rank gives NaN on all."""
-    if not values.dtype.is_floating_point:
-        dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN, group=group)
-        return
-    # Backends disagree about the MAX of a NaN, so flags for NaN travel next to the values.
-    is_nan = values.isnan()
-    signed = (values if is_max else -values).masked_fill(is_nan, -inf)
-    both = torch.stack([signed, is_nan.to(values.dtype)])
     with noticing_loss(group, "the extreme of a tensor over the ranks"):
+        if not values.dtype.is_floating_point:
+            all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN, group)
+            return
+        # Backends disagree about the MAX of a NaN, so flags for NaN travel next to the values.
+        is_nan = values.isnan()
+        signed = (values if is_max else -values).masked_fill(is_nan, -inf)
+        both = torch.stack([signed, is_nan.to(values.dtype)])
         all_reduce(both, dist.ReduceOp.MAX, group)
     values.copy_(torch.where(both[1] > 0, torch.full_like(values, nan), both[0] if is_max else -both[0]))
 
@@ -125,7 +125,7 @@ def reduction(
         result = local(tensor, *args[1:], **kwargs)
         if op is dist.ReduceOp.SUM and _is_left_partial([tensor]):
             return _partial(result, Partial(), tensor._spec)
-        _all_reduce(result, op, tensor._spec)
+        over_ranks(func, result, op, tensor._spec.mesh, tensor._spec.reduce_dims)
         return replicated(finish(result, tensor) if finish is not None else result, tensor._spec)
 
     return handler
@@ -139,11 +139,6 @@ def _names_dims(func: Any, args: Args, kwargs: Kwargs) -> bool:
             if value is not None and value is not False and value != []:
                 return True
     return False
-
-
-def _all_reduce(tensor: torch.Tensor, op: Any, spec: RaggedSpec) -> None:
-    for dim in spec.reduce_dims:
-        dist.all_reduce(tensor, op, group=spec.mesh.get_group(dim))
 
 
 def _sum(tensor: RaggedDTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
@@ -309,7 +304,7 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
         return torch.equal(scalar_operand(first), scalar_operand(second))
     same = torch.equal(first._local_tensor, operand(func, second, first._spec))
     answer = torch.tensor(int(same), device=first._local_tensor.device)
-    _all_reduce(answer, dist.ReduceOp.MIN, first._spec)
+    over_ranks(func, answer, dist.ReduceOp.MIN, first._spec.mesh, first._spec.reduce_dims)
     return bool(answer.item())
 
 
