@@ -495,7 +495,8 @@ def _available_memory() -> int | None:
 
 def start_writer(channel: socket.socket) -> subprocess.Popen[bytes]:
     """Start a writer that has the other end of a socket."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.writer import main; main({channel.fileno()})"
+    paths = [path for path in sys.path if isinstance(path, str)]  # Python imports from nothing else
+    code = f"import sys; sys.path[:] = {paths!r}; from {__package__}.writer import main; main({channel.fileno()})"
     # In a session of its own: what ends the trainer, by its group or by Ctrl-C, leaves the writer to its work.
     return subprocess.Popen(
         [sys.executable, "-c", code],

@@ -213,7 +213,7 @@ def plan_optimizers(
 _REMEDY = (
     "If torch.distributed.checkpoint loaded the dict and the saved optimizer had other parameter groups, load it with "
     "fsdp_compose.checkpoint.load(), which keeps the saved groups. StateDictOptions(strict=False) accepts missing and "
-    "unexpected names"
+    "unexpected names (instead of resume(): load(), then set_state_dict())"
 )
 
 

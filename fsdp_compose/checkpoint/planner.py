@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
 from torch.distributed.tensor import DTensor
 
 from .._torch import dedup_save_plans, plan_errors
 from ..errors import MisuseError
-from ..optim import Path, put_leaf
+from ..optim import Path, leaves_of, put_leaf
 from ..ragged import CompositeDTensor
 from .gathering import digests_of, says_what_it_holds
 from .optimizer_init import PlaceState, StateKind, pending_state
 from .optimizer_state import GROUPS, PARAMS, STATE, is_flattened, is_shared_name, longest_prefix
+from .values import is_beside, is_of_one_rank, is_optimizer_dict, optimizer_dicts, read_value
 
 # ---- Checking that the ranks' chunks make up whole tensors, by sorting intervals instead of comparing boxes.
 #
@@ -104,19 +105,25 @@ class LoadPlanner(DefaultLoadPlanner):
             any code (and so can ``torch.distributed.checkpoint.load`` itself, before it calls a planner).
         place_state: returns a tensor to load a part of an optimizer's state into that the optimizer does not have yet,
             from the FQN of the parameter, the path in its state, shape and dtype; ``None``: not known.
+        check: called by our ``load`` with the state dict when its values are loaded, and nothing is in its tensors yet.
     """
 
     def __init__(
-        self, *arguments: Any, allow_pickle: bool = True, place_state: PlaceState | None = None, **options: Any
+        self,
+        *arguments: Any,
+        allow_pickle: bool = True,
+        place_state: PlaceState | None = None,
+        check: Callable[[dict[str, Any]], None] = lambda _: None,
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.allow_pickle, self._place_state = allow_pickle, place_state
+        self.allow_pickle, self._place_state, self.check = allow_pickle, place_state, check
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         if self.allow_pickle:
             super().load_bytes(read_item, value)
             return
-        loaded = torch.load(value, weights_only=True)
+        loaded = read_value(value)
         if self.flatten_state_dict:
             put_leaf(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
         else:
@@ -128,7 +135,7 @@ class LoadPlanner(DefaultLoadPlanner):
         assert metadata is not None
         tensors = [*_tensors(state_dict, ())]
         with torch.inference_mode(False):  # optimizers will write to loaded tensors
-            for path, optimizer in _optimizer_dicts(state_dict, ()):
+            for path, optimizer in optimizer_dicts(state_dict, ()):
                 _follow(optimizer, _Saved(metadata, path, tensors, self._place_state))
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
@@ -152,21 +159,79 @@ def _some(keys: Sequence[str]) -> str:
     return (", ".join(keys[:_MAX_KEYS]) or "nothing") + more
 
 
-def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
-    """Whether ``state`` is an optimizer dict."""
-    # Keys under ``state.`` are not enough: that may be the name of a submodule.
-    has_groups = any(str(key).startswith(f"{GROUPS}.") for key in state)
-    return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and has_groups)
+# ---- What the given state has no place for.
 
 
-def _optimizer_dicts(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    if not isinstance(state, dict):
-        return
-    if _is_optimizer_dict(state):
-        yield path, state
-        return
-    for key, value in state.items():
-        yield from _optimizer_dicts(value, (*path, str(key)))
+def flattened(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a state dict by their keys in a checkpoint."""
+    planner = SavePlanner()
+    planner.set_up_planner(state)
+    found: dict[str, Any] = planner.state_dict
+    return found
+
+
+def without_place(state: dict[str, Any], metadata: Metadata) -> dict[str, Path]:
+    """Return key and path of what the checkpoint has below the names in ``state``, and ``state`` has no place for. (Of
+    optimizers only that which ``LoadPlanner`` does not find a place for itself.)"""
+    known, followed = flattened(state), [path for path, _ in optimizer_dicts(state, ())]
+    found = {}
+    for key, saved in metadata.state_dict_metadata.items():
+        path = tuple((metadata.planner_data or {}).get(key, (key,)))
+        is_followed = any(
+            path[: len(at)] == at and str(path[len(at)]).partition(".")[0] in (STATE, GROUPS) for at in followed
+        )
+        if path[0] in state and not is_followed and (key not in known or _is_outgrown(state, path, known[key], saved)):
+            found[key] = path
+    return found
+
+
+def _is_outgrown(state: Mapping[str, Any], path: Path, value: Any, saved: Any) -> bool:
+    """Whether a saved tensor does not fit a given value, which its owner takes through a setter."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if not isinstance(saved, TensorStorageMetadata) or not is_whole(value) or (is_tensor and value.shape == saved.size):
+        return False
+    is_extra = any(str(step).endswith("_extra_state") for step in path)
+    is_of_model = all(isinstance(beside, torch.Tensor) for beside in state.values())  # without a name of its own
+    return not is_tensor or is_extra or (not is_of_model and is_beside(path[0], state[path[0]]))
+
+
+def make_places(state: dict[str, Any], metadata: Metadata, lacking: Mapping[str, Path]) -> None:
+    """Let the containers in ``state`` grow places for saved values.
+
+    Raises:
+        MisuseError: the containers are those of sharded parameters.
+    """
+    refused = [key for key, path in lacking.items() if _is_of_parameters(state, path)]
+    of_optimizers = tuple(f"{'.'.join(path)}." for path, _ in optimizer_dicts(state, ()))
+    given = [key for key in flattened(state) if not key.startswith(of_optimizers)]
+    if refused and metadata.state_dict_metadata.keys() >= {*given}:  # else LoadPlanner says what the checkpoint lacks
+        raise MisuseError(
+            f"the checkpoint has {_some(refused)}, and the state dict, which has sharded tensors beside, no place for "
+            "it. Nothing was changed. Load into the model that was saved, or into an empty dict; to load only what has "
+            "a place: planner=torch.distributed.checkpoint.DefaultLoadPlanner()"
+        )
+    for key in (key for key in lacking if key not in refused):
+        put_leaf(state, lacking[key], _whole_place(metadata, key))
+
+
+def _is_of_parameters(state: Any, path: Path) -> bool:
+    """Whether a path leads to a dict of sharded parameters, but to no place in it."""
+    for step in path:
+        is_known = (
+            step in state if isinstance(state, Mapping) else isinstance(state, list) and step in range(len(state))
+        )
+        if not is_known:
+            return isinstance(state, Mapping) and any(isinstance(value, DTensor) for value in state.values())
+        state = state[step]
+    return any(isinstance(leaf, DTensor) for _, leaf in leaves_of(state))
+
+
+def _whole_place(metadata: Metadata, key: str) -> torch.Tensor | None:
+    """Make an unsharded tensor, or ``None``, to load a value into."""
+    saved = metadata.state_dict_metadata[key]
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    return torch.zeros(saved.size, dtype=saved.properties.dtype)
 
 
 def _tensors(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
@@ -174,7 +239,7 @@ def _tensors(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             yield (*path, str(key)), value
-        elif isinstance(value, Mapping) and not _is_optimizer_dict(value):
+        elif isinstance(value, Mapping) and not is_optimizer_dict(value):
             yield from _tensors(value, (*path, str(key)))
 
 
@@ -218,11 +283,7 @@ class _Saved:
         self.state = {key: at for key, at in paths.items() if key not in self.groups}
 
     def place(self, key: str) -> Any:
-        """Make an unsharded tensor, or ``None``, to load a value into."""
-        saved = self._metadata.state_dict_metadata[key]
-        if not isinstance(saved, TensorStorageMetadata):
-            return None
-        return torch.zeros(saved.size, dtype=saved.properties.dtype)
+        return _whole_place(self._metadata, key)
 
     def state_place(self, key: str, fqn: str, rest: Sequence[Any], entries: Mapping[str, Any]) -> Any:
         """Return a value to load a parameter's state into: the present one if it fits, or a placeholder sharded like
@@ -356,18 +417,24 @@ class SavePlanner(DefaultSavePlanner):
             return super().create_local_plan()
         rank, size = self.share
         whole = self.state_dict
-        mine = {key: value for key, value in whole.items() if not is_whole(value) or owner_of(key, size) == rank}
+        mine = {
+            key: value
+            for key, value in whole.items()
+            if not is_whole(value) or is_of_one_rank(key) or owner_of(key, size) == rank
+        }
         try:
             self.state_dict = mine
             plan = super().create_local_plan()
         finally:
             self.state_dict = whole
         if plan.planner_data is not None and rank:
-            plan = replace(plan, planner_data={})  # the first rank has the same keys
+            # The first rank has the other keys too.
+            plan = replace(plan, planner_data={key: self.mappings[key] for key in self.mappings if is_of_one_rank(key)})
         self.plan = plan
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        _refuse_kinds_that_differ(all_plans)
         if self.caches_plans:
             return super().create_global_plan(all_plans)
         plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
@@ -387,18 +454,35 @@ class SavePlanner(DefaultSavePlanner):
         return with_own_storage(value) if isinstance(value, torch.Tensor) else value
 
 
-def keys_of(state_dict: dict[str, Any]) -> list[str]:
-    """Return the keys that will be planned for a state dict, and whether a rank has their values whole."""
-    planner = SavePlanner()
-    planner.set_up_planner(state_dict)
-    return [f"{'whole' if is_whole(value) else 'sharded'} {key}" for key, value in planner.state_dict.items()]
+def _refuse_kinds_that_differ(all_plans: list[SavePlan]) -> None:
+    first: dict[str, tuple[int, WriteItemType]] = {}
+    for rank, plan in enumerate(all_plans):
+        for item in plan.items:
+            known, kind = first.setdefault(item.index.fqn, (rank, item.type))
+            if item.type is not kind:
+                raise MisuseError(
+                    f"{item.index.fqn} is {_KINDS[kind]} on rank {known}, but {_KINDS[item.type]} on rank {rank}: give "
+                    "it the same kind of value on every rank, or other names"
+                )
+
+
+_KINDS = {
+    WriteItemType.BYTE_IO: "a value that is no tensor",
+    WriteItemType.TENSOR: "a whole tensor",
+    WriteItemType.SHARD: "a shard of a tensor",
+}
+
+
+def keys_of(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of ``flattened`` values, with the kinds of the values."""
+    return [f"{is_whole(value)} {isinstance(value, torch.Tensor)} {key}" for key, value in values.items()]
 
 
 def optimizer_digests(state: Any, path: Path = ()) -> dict[str, str]:
     """Return ``digests_of`` the optimizer dicts in a state dict."""
     # Other values may well differ from rank to rank: state of data loaders and random number generators.
     found: dict[str, str] = {}
-    if isinstance(state, Mapping) and _is_optimizer_dict(state):
+    if isinstance(state, Mapping) and is_optimizer_dict(state):
         for key, value in state.items():
             if str(key).partition(".")[0] in (STATE, GROUPS):
                 found |= digests_of(value, (*path, key))

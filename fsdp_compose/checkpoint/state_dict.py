@@ -209,8 +209,13 @@ def load_into(
     model_state: Mapping[str, Any] | None,
     optimizer_state: Mapping[str, Any] | None,
     options: StateDictOptions,
+    only_check: bool = False,
 ) -> Any:
-    """Load a model and optimizers (each unless its state is ``None``), completely on every rank or not at all."""
+    """Load a model and optimizers (each unless its state is ``None``), completely on every rank or not at all.
+
+    Args:
+        only_check: only raise what loading would raise before it changes anything. Pending state is about to be loaded.
+    """
     with torch.inference_mode(False):  # loaded tensors must be writable later
         optimizers = None if optimizers is None else listed(optimizers)
         names = ModelNames(model)
@@ -229,10 +234,15 @@ def load_into(
         given = _Given(model_state, optimizer_state)
         ready = attempt_together(group, call, _prepare, names, optimizers, given, options, sender, facts=facts)
         told, given = share(ready.told, sender) if sender is not None else b"", ready.given
-        if sender is None and given.optimizers is not None:
+        if only_check and given.optimizers is not None:
+            state = {fqn: of for fqn, of in given.optimizers[STATE].items() if any(v is not None for v in of.values())}
+            given.optimizers = {**given.optimizers, STATE: state}
+        elif sender is None and given.optimizers is not None:
             given.optimizers = {**given.optimizers, STATE: without_pending(given.optimizers[STATE], group)}
 
         plans = attempt_together(group, call, _plan, names, ready, told, options, sender, facts=_Plans.facts)
+        if only_check:
+            return None
         values = fetch_model(plans.model, sender)
 
         def load_model() -> Any:  # if it fails on a rank, all ranks raise before optimizers are changed

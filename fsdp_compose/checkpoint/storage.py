@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from .._import_checks import is_untested
 from ..comm import noticing_loss
 from ..errors import FSDPComposeError, MisuseRuntimeError, MisuseTypeError, RankLostError, class_of, name_of
 from .agreement import (
+    ask_all,
     attempt_together,
     has_peers,
     is_first,
@@ -61,20 +64,25 @@ from .folders import (
     understood,
 )
 from .gathering import empty_on
+from .model_state import as_options
 from .optimizer_load import state_placer
 from .optimizer_state import Optimizers
 from .planner import (
     LoadPlanner,
     SavePlanner,
+    flattened,
     give_back,
     keys_of,
+    make_places,
     optimizer_digests,
     paths_of_numbers,
     read_cut_otherwise,
     with_string_keys,
+    without_place,
 )
 from .resharding import Target
-from .state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
+from .state_dict import get_model_state_dict, get_state_dict, load_into, set_model_state_dict, set_state_dict
+from .values import for_rank, is_beside, read_value, refuse_unreadable, save_for_each_rank
 
 # ---- Reading the files of a checkpoint for ``torch.distributed.checkpoint``: values before tensors, and never a value
 # that could run code.
@@ -85,10 +93,6 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # matches torch's error about a value 
 
 class Told(RuntimeError):
     """An error as text, which can always be sent to the other ranks, whatever the type of the original error."""
-
-
-class Refused(Told, MisuseRuntimeError):
-    """A value was not unpickled; no tensor has been read yet."""
 
 
 @contextmanager
@@ -112,11 +116,17 @@ def _with_reason(error: Exception) -> str:
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint whose ``contents`` have been checked."""
+    """Reads a checkpoint whose ``contents`` have been checked.
 
-    def __init__(self, contents: Contents, allow_pickle: bool) -> None:
+    Attributes:
+        refusal: the error that all ranks have before any tensor is written to.
+    """
+
+    refusal: RuntimeError | None = None
+
+    def __init__(self, contents: Contents, allow_pickle: bool, group: dist.ProcessGroup | None) -> None:
         super().__init__(contents.folder)
-        self._contents, self._allow_pickle = contents, allow_pickle
+        self._contents, self._allow_pickle, self._group = contents, allow_pickle, group
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         metadata = self._contents.metadata
@@ -126,14 +136,19 @@ class Reader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: AnyLoadPlanner) -> Any:
-        """Read values, then tensors."""
-        # A refused value raises before any tensor is written to.
+        """Read values, check them, then read tensors."""
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         reader: Any = planner if self._allow_pickle else _Checking(planner, self._contents)
         with telling():
             read = super().read_data
-            read(replace(plan, items=values), reader)
+            try:
+                attempt_together(self._group, "load()", read, replace(plan, items=values), reader)
+                if isinstance(planner, LoadPlanner):
+                    planner.check(planner.original_state_dict)
+            except RuntimeError as error:
+                self.refusal = error
+                raise
             rest = read_cut_otherwise(replace(plan, items=tensors), planner, self._contents.metadata, read)
             return read(rest, planner)
 
@@ -150,9 +165,9 @@ class _Checking:
             if self._is_careful:
                 self._planner.load_bytes(item, value)
                 return
-            plain = torch.load(value, weights_only=True)
+            plain = read_value(value)
         except pickle.UnpicklingError as error:
-            raise Refused(self._why(item, error)) from None
+            raise MisuseRuntimeError(self._why(item, error)) from None
         harmless = io.BytesIO()  # saved anew: two pickle readers may read the same bytes differently
         torch.save(plain, harmless)
         harmless.seek(0)
@@ -163,8 +178,9 @@ class _Checking:
         what = f"refers to {found[1]}" if found else "is not a plain value"
         return (
             f"{item.storage_index.fqn} in {self._contents.folder} {what}: unpickling it could run any code. Load with "
-            "allow_pickle=True if nobody else could have written there, or save only tensors, numbers, strings and "
-            "plain containers of them"
+            "allow_pickle=True if nobody else could have written there, name it to torch.serialization."
+            "add_safe_globals(), or save only tensors, numbers, strings and plain containers of them. Nothing was "
+            "changed"
         )
 
 
@@ -181,14 +197,15 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     Ranks: all ranks of ``process_group``, on a shared file system.
 
     Args:
-        state_dict: for example ``{"model": get_model_state_dict(model), "optimizer": ..., "step": step}``.
+        state_dict: for example ``{"model": get_model_state_dict(model), "optimizer": ..., "step": step}``. What is
+            beside models and optimizers, and not equal on all ranks, is saved for each rank, and loaded by rank.
         folder: must not exist.
         process_group: the ranks; default: all.
 
     Raises:
         ValueError: ``folder`` is a network address.
-        RuntimeError: on every rank: the folder exists, a value cannot be saved, a plain tensor in an optimizer's state
-            differs from rank to rank, or a rank did not arrive or could not write.
+        RuntimeError: on every rank: the folder exists, a value could not be loaded again, a plain tensor in an
+            optimizer's state differs from rank to rank, or a rank did not arrive or could not write.
     """
     group, folder = process_group or dist.group.WORLD, local_folder(folder)
     begun = begin_save(group, "save()", state_dict, folder)
@@ -245,16 +262,18 @@ def begin_save(
         before()
         plain, token = plain_state(state_dict), new_token()
         state = with_string_keys(plain)
-        keys, digests = keys_of(state), optimizer_digests(state) if has_peers(group) else {}
+        values, digests = flattened(state), optimizer_digests(state) if has_peers(group) else {}
         refuse_lost_ranks(state)
+        refuse_unreadable(values)
         if is_first(group):
             begin_folder(folder, token)
-        return state, [*paths_of_numbers(plain)], keys, digests, token
+        return state, [*paths_of_numbers(plain)], keys_of(values), digests, token
 
     begun = attempt_together(group, call, begin, facts=lambda made: [str(folder), *made[0]])
     state, numbers, keys, digests, token = begun
     with abandoning(group, Begun(state, numbers, folder, token, None)):
         told, is_alike = tell_and_compare(group, call, "the owner of the folder", token, keys, digests)
+        save_for_each_rank(group, call, state)
     share = (group.rank(), group.size()) if is_alike and group is not None else None
     return Begun(state, numbers, folder, told, share)
 
@@ -371,19 +390,20 @@ def load(
     Ranks: all ranks of ``process_group``, on a shared file system.
 
     Args:
-        state_dict: a dict like the one given to ``save``, from the model and the optimizer to load into. Keys that it
-            lacks are not loaded, except that optimizers get all saved state and parameter groups. Tensors on the meta
+        state_dict: a dict like the one given to ``save``, from the model and the optimizer to load into. Names that it
+            lacks are not loaded; below those that it has, everything is: dicts and lists grow. Tensors on the meta
             device are replaced by loaded ones.
         folder: the checkpoint's folder.
         process_group: the ranks; default: all.
-        planner: default: ``LoadPlanner()``.
+        planner: default: ``LoadPlanner()``. One of another class decides alone what is loaded.
         allow_pickle: unpickle values other than tensors, numbers, strings and plain containers of them. That can run
             any code: use it only for checkpoints that nobody else could have changed.
 
     Raises:
         ValueError: ``folder`` is a network address.
         RuntimeError: on every rank: the checkpoint is incomplete or damaged (the error names the file); it lacks a key
-            of ``state_dict``; or a rank did not arrive. Nothing was changed, unless the error says so.
+            of ``state_dict``, or has a parameter that ``state_dict`` has no place for; another number of ranks saved
+            what each had for itself; or a rank did not arrive. Nothing was changed, unless the error says so.
     """
     group, folder = process_group or dist.group.WORLD, local_folder(folder)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -411,25 +431,44 @@ def load(
     contents = attempt_together(group, "load()", verified)
     if rank == 0 and not contents.is_verifiable:
         warnings.warn(f"{folder} has no {MANIFEST}: only the sizes of its files were verified, not their contents")
-    with _explaining_failures(group, "load()", _loaded_so_far):
-        dcp.load(
-            state,
-            storage_reader=Reader(contents, allow_pickle),
-            planner=planner or LoadPlanner(allow_pickle=allow_pickle),
-            process_group=process_group,
-            no_dist=group is None,
-        )
+    planner = planner or LoadPlanner(allow_pickle=allow_pickle)
+    if isinstance(planner, LoadPlanner):
+        contents = _grow(group, state, contents)
+    reader = Reader(contents, allow_pickle, group)
+    try:
+        with _explaining_failures(group, "load()", _loaded_so_far):
+            dcp.load(state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=group is None)
+    except RuntimeError:
+        if reader.refusal is not None:
+            raise reader.refusal from None
+        raise
     numbers = contents.numbers
     loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
     attempt_together(group, "load()", _give_back, state_dict, loaded)
 
 
+def _grow(group: dist.ProcessGroup | None, state: dict[str, Any], contents: Contents) -> Contents:
+    """Return the contents as this rank sees them, and let ``state`` have places for what is below its names. What
+    another rank has a place for belongs to its part of a model."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    metadata = attempt_together(group, "load()", for_rank, contents.metadata, rank, size, state.keys())
+    found = attempt_together(group, "load()", without_place, state, metadata)
+    keys = [*contents.metadata.state_dict_metadata]
+    own = "".join("01"[key in found or key not in metadata.state_dict_metadata] for key in keys)
+
+    def lacked_by_all(brought: list[str]) -> str:
+        return f"{reduce(and_, [int(bits or '0', 2) for bits in brought]):0{len(own)}b}"
+
+    bits = dict(zip(keys, ask_all(group, "load(): places", own, lacked_by_all), strict=False))
+    lacking = {key: path for key, path in found.items() if bits.get(key) == "1" or is_beside(path[0], state[path[0]])}
+    attempt_together(group, "load()", make_places, state, metadata, lacking)
+    return replace(contents, metadata=metadata)
+
+
 def _loaded_so_far(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return "The state dict may be partly loaded"
-    is_refused = all(isinstance(cause, Refused) for cause, _ in error.failures.values())
-    is_torn = error.args[0] == "read" and not is_refused
-    return "The state dict may be partly loaded: load again" if is_torn else "Nothing was changed"
+    return "The state dict may be partly loaded: load again" if error.args[0] == "read" else "Nothing was changed"
 
 
 def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -532,7 +571,7 @@ def resume(
 
     Raises:
         TypeError: a name in ``others`` is ``optimizer``.
-        RuntimeError, ValueError: as for ``load`` and the setters.
+        RuntimeError, ValueError: as for ``load`` and the setters. Nothing was changed, unless the error says so.
 
     Example::
 
@@ -540,15 +579,20 @@ def resume(
     """
     if "optimizer" in others:
         raise MisuseTypeError("resume(): pass the optimizer by position: resume(folder, model, optimizer)")
+    trained = [] if optimizers is None else [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+
+    def check(loaded: dict[str, Any]) -> None:
+        given = None if optimizers is None else trained
+        load_into("resume()", model, given, loaded["model"], loaded.get("optimizer"), as_options(None), only_check=True)
+
+    planner = LoadPlanner(allow_pickle=False, place_state=state_placer(model, trained), check=check)
     if optimizers is None:
         state = {"model": get_model_state_dict(model), **others}
-        load(state, folder, process_group=process_group)
+        load(state, folder, process_group=process_group, planner=planner)
         set_model_state_dict(model, state.pop("model"))
         return state
-    trained = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
     of_model, of_optimizers = get_state_dict(model, trained)
     state = {"model": of_model, "optimizer": of_optimizers, **others}
-    planner = LoadPlanner(allow_pickle=False, place_state=state_placer(model, trained))
     load(state, folder, process_group=process_group, planner=planner)
     set_state_dict(model, trained, model_state_dict=state.pop("model"), optim_state_dict=state.pop("optimizer"))
     return state

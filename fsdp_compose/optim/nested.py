@@ -34,7 +34,8 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
 
 
 def put_leaf(container: Any, path: Sequence[Any], value: Any) -> None:
-    """Put a value into nested dicts and lists, which grow as needed: a path has keys of dicts and indices of lists."""
+    """Put a value into nested dicts and lists, which grow as needed, and replace what is in the way: a path has keys of
+    dicts and indices of lists."""
     here, *rest = path
     if isinstance(container, list):
         container.extend([None] * (here + 1 - len(container)))
@@ -42,6 +43,6 @@ def put_leaf(container: Any, path: Sequence[Any], value: Any) -> None:
         container[here] = value
         return
     inside = container[here] if isinstance(container, list) else container.get(here)
-    if inside is None:
+    if not isinstance(inside, list if isinstance(rest[0], int) else Mapping):
         inside = container[here] = [] if isinstance(rest[0], int) else {}
     put_leaf(inside, rest, value)

@@ -68,7 +68,7 @@ def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkSer
     End it by ``end``. The first call starts the server, with the current environment and preloaded modules.
     """
     environment = {  # the server's, which its processes inherit
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path and isinstance(path, str)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",  # also because a process with threads must not be forked
