@@ -29,6 +29,7 @@ from .._torch import (
     DTensorSpec,
     TensorMeta,
     admit_placements,
+    admit_several_chunks,
     allow_in_foreach,
     local_tensor,
     make_dtensor,
@@ -676,4 +677,5 @@ def _redistribute(tensor: DTensor, mesh: DeviceMesh | None, placements: Sequence
     return _scatter(tensor.redistribute(mesh, gathered_placements, **options), placements, averages=False)
 
 
+admit_several_chunks(lambda item: isinstance(item, CheckpointedDTensor) and item._spec.mesh.size() > 1)
 admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill, _redistribute)
