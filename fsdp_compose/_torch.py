@@ -148,6 +148,7 @@ __all__ = [
     "post_accumulate_hooks",
     "preserved_versions",
     "queue_end_of_backward",
+    "rank_of_mesh",
     "refuse_access",
     "register_work",
     "renew_hooks",
@@ -1102,6 +1103,11 @@ def mend_mesh(mesh: _DeviceMesh) -> None:
         setattr(mesh, "_preserve_rank_order", False)  # noqa: B010
     if mesh._root_mesh is not None and mesh._root_mesh is not mesh:
         mend_mesh(mesh._root_mesh)
+
+
+def rank_of_mesh(mesh: _DeviceMesh) -> int:
+    """The rank that made a mesh: another one's, if that has pickled it."""
+    return mesh._rank
 
 
 def flatten_mesh(mesh: _DeviceMesh) -> _DeviceMesh:

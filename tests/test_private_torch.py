@@ -860,6 +860,11 @@ def test_compute_local_shape_and_global_offset(mesh):
     assert (tuple(shape), tuple(offset)) == ((2, 3), (2, 0))
 
 
+def test_rank_of_mesh(mesh):
+    assert _torch.rank_of_mesh(mesh) == dist.get_rank()
+    assert _torch.rank_of_mesh(pickle.loads(pickle.dumps(mesh))) == dist.get_rank()
+
+
 def test_share_versions():
     found = []
 
