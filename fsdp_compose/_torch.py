@@ -12,7 +12,7 @@ import functools
 import operator
 import os
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -37,8 +37,12 @@ from torch.distributed._composable.contract import RegistryItem as _RegistryItem
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as _AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import _consolidate_hf_safetensors as _consolidation
+from torch.distributed.checkpoint import planner_helpers as _planning
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import _validate_global_plan as plan_errors
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh as _DeviceMesh
 from torch.distributed.fsdp import _fully_shard as fsdp2
@@ -57,7 +61,10 @@ from torch.utils._foreach_utils import _foreach_supported_types as _types_of_cli
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as _tree_leaves
 from torch.utils._pytree import tree_map_only as _tree_map_only
+
+from .errors import MisuseError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -74,6 +81,7 @@ __all__ = [
     "WorkOfGraph",
     "add_composable_state",
     "admit_placements",
+    "admit_several_chunks",
     "allow_in_foreach",
     "allow_in_graph",
     "as_parameter",
@@ -142,6 +150,7 @@ __all__ = [
     "post_accumulate_hooks",
     "preserved_versions",
     "queue_end_of_backward",
+    "rank_of_mesh",
     "refuse_access",
     "register_work",
     "renew_hooks",
@@ -1098,6 +1107,11 @@ def mend_mesh(mesh: _DeviceMesh) -> None:
         mend_mesh(mesh._root_mesh)
 
 
+def rank_of_mesh(mesh: _DeviceMesh) -> int:
+    """The rank that made a mesh: another one's, if that has pickled it."""
+    return mesh._rank
+
+
 def flatten_mesh(mesh: _DeviceMesh) -> _DeviceMesh:
     """All ranks of a mesh in one dimension, in their order; made once. Ranks: all of the default process group, the
     first time."""
@@ -1231,3 +1245,58 @@ def _admit_in_from_local(
 
     _FromTorchTensor.forward = staticmethod(forward)  # type: ignore[method-assign, assignment]
     _FromTorchTensor.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+def admit_several_chunks(is_sharded: Callable[[Any], bool]) -> None:
+    """Let torch's storage writers keep all chunks of tensors of which a rank has several: a safetensors file has one
+    tensor a name, so each further chunk gets a file of its own. What would keep one rank's alone is refused. To be
+    called once, with what tells such tensors."""
+    write, plan_all = FileSystemWriter._write_data, HuggingFaceStorageWriter.prepare_global_plan
+    plan_pickle, copy = _planning._create_write_item_for_bytesio, _consolidation._write_sub_tensor_to_file_optimized
+
+    @functools.wraps(write)
+    def write_all(self: Any, planner: Any, file_queue: Any) -> Any:
+        if self.serialization_format == SerializationFormat.SAFETENSORS:
+            for path, name, items in [file_queue.get_nowait() for _ in range(file_queue.qsize())]:
+                stem, suffix = os.path.splitext(name)
+                files, counts = defaultdict[int, list[Any]](list), Counter[str]()
+                for item in items:
+                    files[counts[item.index.fqn]].append(item)
+                    counts[item.index.fqn] += 1
+                for i, part in files.items():
+                    other = f"{stem}-{i}{suffix}"
+                    file_queue.put((self.fs.concat_path(self.path, other), other, part) if i else (path, name, part))
+        return write(self, planner, file_queue)
+
+    @functools.wraps(plan_all)
+    def plan_files(self: Any, plans: list[Any]) -> list[Any]:
+        counts = Counter(item.index.fqn for plan in plans for item in plan.items)
+        for fqn, number in counts.items():
+            if number > 1 and not self.save_distributed:
+                raise MisuseError(
+                    f"HuggingFaceStorageWriter: {fqn} is sharded, in {number} parts, and all ranks would write to the "
+                    "same file. Pass it save_distributed=True, or save a whole state dict (full_state_dict=True)"
+                )
+        return plan_all(self, plans)
+
+    @functools.wraps(plan_pickle)
+    def plan_checked(fqn: str, value: Any) -> Any:
+        for tensor in filter(is_sharded, _tree_leaves(value)):
+            raise MisuseError(
+                f"{fqn} is a {type(value).__name__} with a sharded tensor of shape {tuple(tensor.shape)}, of which one "
+                "rank would pickle its own part as the whole. Keep sharded tensors in dicts and lists, and let the "
+                "planner flatten them (flatten_state_dict=True, its default)"
+            )
+        return plan_pickle(fqn, value)
+
+    @functools.wraps(copy)
+    def copy_part(whole: memoryview, part: bytes, nbytes: int, shape: Any, *places: Any) -> None:
+        if shape:
+            copy(whole, part, nbytes, shape, *places)
+        else:  # a single number, which torch 2.15 still takes for an empty tensor
+            whole[:] = part
+
+    FileSystemWriter._write_data = write_all  # type: ignore[method-assign]
+    HuggingFaceStorageWriter.prepare_global_plan = plan_files  # type: ignore[method-assign]
+    _planning._create_write_item_for_bytesio = plan_checked  # type: ignore[assignment]
+    _consolidation._write_sub_tensor_to_file_optimized = copy_part  # type: ignore[assignment]

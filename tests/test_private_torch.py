@@ -30,6 +30,8 @@ import torch.distributed._mesh_layout as _mesh_layout
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed._composable import contract
+from torch.distributed.checkpoint import _consolidate_hf_safetensors as consolidation
+from torch.distributed.checkpoint import planner_helpers
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -863,6 +865,11 @@ def test_compute_local_shape_and_global_offset(mesh):
     assert (tuple(shape), tuple(offset)) == ((2, 3), (2, 0))
 
 
+def test_rank_of_mesh(mesh):
+    assert _torch.rank_of_mesh(mesh) == dist.get_rank()
+    assert _torch.rank_of_mesh(pickle.loads(pickle.dumps(mesh))) == dist.get_rank()
+
+
 def test_share_versions():
     found = []
 
@@ -1404,6 +1411,23 @@ def test_dedup_save_plans():
     """If two ranks plan to save one part, one of them keeps it."""
     plans = _torch.dedup_save_plans(plans_of_two_ranks(), False)
     assert sorted(len(plan.items) for plan in plans) == [0, 1]
+
+
+def test_admit_several_chunks():
+    """What is replaced is there, and torch calls it with these arguments; tests/checkpoint/test_torch_writers.py tries
+    what becomes of it."""
+    arguments = {
+        dcp.FileSystemWriter._write_data: ["self", "planner", "file_queue"],
+        dcp.HuggingFaceStorageWriter.prepare_global_plan: ["self", "plans"],
+        planner_helpers._create_write_item_for_bytesio: ["fqn", "bytes"],
+        consolidation._write_sub_tensor_to_file_optimized: [
+            *("full_tensor_mv", "sub_tensor_bytes", "element_size"),
+            *("tensor_shape", "sub_tensor_offsets", "sub_tensor_shape"),
+        ],
+    }
+    for function, names in arguments.items():
+        assert function.__module__.startswith("torch.") and hasattr(function, "__wrapped__")
+        assert [*inspect.signature(function).parameters] == names
 
 
 def test_plan_errors():

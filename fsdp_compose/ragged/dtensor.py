@@ -30,6 +30,7 @@ from .._torch import (
     DTensorSpec,
     TensorMeta,
     admit_placements,
+    admit_several_chunks,
     allow_in_foreach,
     local_tensor,
     make_dtensor,
@@ -486,12 +487,12 @@ _LABEL = Label(["a RaggedDTensor"])
 def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
     """Gather the inner tensor from the local shards of all ranks of the ragged mesh dimension."""
     spec, local = tensor._spec, local_tensor(tensor)
-    group, shape = spec.group, spec.inner_shape
+    rank, group, shape = spec.rank, spec.group, spec.inner_shape
     ranges = spec.ragged.element_ranges(shape)
     home, local = local.device, local.to(device_for(group, local.device))
     flat = local.new_empty(prod(shape))
     if len(ranges) == 1 or local.device.type == "meta":
-        flat[slice(*ranges[spec.rank])] = local.reshape(-1)
+        flat[slice(*ranges[rank])] = local.reshape(-1)
     else:
         transport_of(group, local.device).gather(flat, local.reshape(-1), ranges, True, _LABEL)
     return flat.to(home).view(shape)
@@ -688,4 +689,5 @@ def _redistribute(tensor: DTensor, mesh: DeviceMesh | None, placements: Sequence
     return _scatter(tensor.redistribute(mesh, gathered_placements, **options), placements, averages=False)
 
 
+admit_several_chunks(lambda item: isinstance(item, CheckpointedDTensor) and item._spec.mesh.size() > 1)
 admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill, _redistribute)

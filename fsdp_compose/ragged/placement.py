@@ -18,6 +18,8 @@ placements have been applied, whatever the position of its mesh dimension.
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -31,7 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from .._torch import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset, mend_mesh
+from .._torch import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset, mend_mesh, rank_of_mesh
+from ..errors import MisuseRuntimeError
 
 # ---- ``RunLengths``: one count per rank, stored as runs of equal counts
 #
@@ -407,8 +410,19 @@ class RaggedSpec(DTensorSpec):
 
     @cached_property
     def rank(self) -> int:
-        """This rank's position in the ragged mesh dimension."""
+        """This rank's position in the ragged mesh dimension, unless the local shard is another's, from a file."""
+        here = f"rank {dist.get_rank()}" if dist.is_initialized() else "a process without a process group"
+        if here != f"rank {rank_of_mesh(self.mesh)}":
+            raise MisuseRuntimeError(self._told(f"{here} can only look at the to_local() of"))
         return self.mesh.get_local_rank(self.ragged_dim)
+
+    def _told(self, what: str) -> str:
+        return (
+            f"{what} rank {rank_of_mesh(self.mesh)}'s part of a tensor of shape {tuple(self.shape)} on "
+            f"{self.mesh.size()} ranks. torch.save() of a sharded state dict keeps the part of one rank. For whole "
+            "tensors, call get_model_state_dict() with full_state_dict=True on every rank, and torch.save() its result "
+            "on one; for any number of ranks, use fsdp_compose.checkpoint.save()"
+        )
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -479,7 +493,10 @@ class RaggedSpec(DTensorSpec):
     def is_sharded_like(self, other: RaggedSpec) -> bool:
         """Whether tensors with either spec have their elements at the same places."""
         return self is other or (
-            self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh
+            self.shape == other.shape
+            and self.placements == other.placements
+            and self.mesh == other.mesh
+            and self.rank == other.rank  # in a pickle: its writer's
         )
 
     def boxes(self) -> list[Box]:
@@ -489,9 +506,22 @@ class RaggedSpec(DTensorSpec):
         return range_to_boxes(self.inner_shape, *self.element_range)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.mesh.size() > 1 and not _warned and _is_saved_alone():
+            _warned.append(self)
+            warnings.warn(self._told("a file gets only"), stacklevel=2)
         names = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order")
         return {**{name: self.__dict__[name] for name in names if name in self.__dict__}, "_hash": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         mend_mesh(self.mesh)
+
+
+_warned: list[RaggedSpec] = []
+
+
+def _is_saved_alone() -> bool:
+    """Whether the user's code has called ``torch.save``: no library of checkpoints, which has all ranks save."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
+    libraries = ("torch.distributed.checkpoint.", "fsdp_compose.checkpoint.")
+    return "torch.serialization" in names and not any(name.startswith(libraries) for name in names)
