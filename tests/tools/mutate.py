@@ -287,9 +287,12 @@ def _kill_with_children(pid: int) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def cases_for(edit: Edit, cases: list[dict[str, Any]], num_cases: Counter[int], budget: float) -> dict[str, float]:
+def cases_for(
+    edit: Edit, cases: list[dict[str, Any]], num_cases: Counter[int], budget: float, only: dict[str, list[str]]
+) -> dict[str, float]:
     """The cases that run the edited block, with their seconds; one of each function before a second one. Those come
-    first that are cheap, and that run what few cases run near that block: they are likely to be its tests."""
+    first that are cheap, and that run what few cases run near that block: they are likely to be its tests.
+    ``only``: the cases of each function that may run, if not all."""
     near = range(edit.block - NEAR, edit.block + NEAR + 1)
 
     def key(case: dict[str, Any]) -> float:
@@ -298,6 +301,8 @@ def cases_for(edit: Edit, cases: list[dict[str, Any]], num_cases: Counter[int], 
 
     running = [case for case in cases if edit.block in case["blocks"] and case["outcome"] == "passed"]
     running.sort(key=key)
+    if only:
+        running = [{**case, "id": other} for case in running for other in only[function_of(case["id"])]]
     num_of: defaultdict[str, int] = defaultdict(int)
     placed = []
     for place, case in enumerate(running):
@@ -335,7 +340,11 @@ def main() -> None:
     parser.add_argument(
         "--wings", nargs="+", default=WINGS, help="of the edits that are chosen, make those in these alone"
     )
+    parser.add_argument("--only", type=Path, help="output of pytest --collect-only -q --tier small: only these run")
     given = parser.parse_args()
+    only: defaultdict[str, list[str]] = defaultdict(list)
+    for case in [] if given.only is None else given.only.read_text().splitlines():
+        only[function_of(case)].append(case)
     cases = [json.loads(line) for line in (given.record / "cases.jsonl").read_text().splitlines()]
     num_cases = Counter(block for case in cases for block in case["blocks"])
     edits = chosen_edits(given.number, given.seed, json.loads((given.record / "blocks.json").read_text()))
@@ -349,7 +358,7 @@ def main() -> None:
         for edit in edits[part::of]:
             if tuple(edit) in done or edit.file.split("/")[1] not in given.wings:
                 continue
-            seconds = cases_for(edit, cases, num_cases, given.seconds)
+            seconds = cases_for(edit, cases, num_cases, given.seconds, only)
             start = time.monotonic()
             result: dict[str, Any] = {"outcome": "survived", "by": "", "how": "no case runs it"}
             with applied(edit, copied):
