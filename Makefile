@@ -3,6 +3,7 @@
 # make test-compiled   run the tests of torch.compile
 # make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
+# make which-tests FILE=fsdp_compose/flat/layout.py   say which test files to run after a change of a file
 # make test-torch VERSION=2.15.0   run tests with another torch, in .venv-torch-VERSION
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
 # make docs    the documentation as a site, in site/: its blocks of code run first, and no link may be broken
@@ -26,7 +27,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-all costs test-compiled test-programs test-integrations test-torch docs reference wheel faults lint format clean
+.PHONY: demo test test-all costs test-compiled test-programs test-integrations test-torch which-tests docs reference wheel faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -58,6 +59,10 @@ TORCH_ENV = .venv-torch-$(VERSION)
 test-torch: $(TORCH_ENV)/installed
 	$(TORCH_ENV)/bin/python -m pytest --tier all --numprocesses $(TEST_PROCESSES) --dist worksteal \
 		$(or $(TEST_ARGS),--ignore tests/whole --ignore tests/compiled) $(PYTEST_ARGS)
+
+which-tests: $(BIN)/python
+	@test -n '$(FILE)' || { echo 'say of which file: make which-tests FILE=fsdp_compose/flat/layout.py'; exit 1; }
+	@$(BIN)/python -m tests.tools.which_tests $(FILE)
 
 docs: .venv/installed-docs .venv/installed-test
 	$(BIN)/python -m pytest --quiet tests/whole/test_documentation.py

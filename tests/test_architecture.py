@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fsdp_compose
 from tests.harness import ROOT
+from tests.tools.which_tests import files_for, table
 
 PACKAGE = ROOT / "fsdp_compose"
 ABOVE_ALL = ("_torch", "_import_checks", "errors", "_arguments")  # files that any wing may import
@@ -126,6 +127,13 @@ def test_no_wing_needs_itself():
             needs.setdefault(file[0], set()).update(other[0] for other in needs_of(file) if other)
     assert {*WINGS, LAST_WING} < needs.keys()
     TopologicalSorter({wing: others - {wing} for wing, others in needs.items()}).prepare()
+
+
+def test_the_table_of_tests_names_files_that_are_there():
+    """A new file need not be in it; python -m tests.tools.which_tests rewrites it."""
+    named = {name for file, tests in table().items() for name in (file, *tests)}
+    assert not {name for name in named if not (ROOT / name).exists()}
+    assert all(files_for(f"fsdp_compose/{wing}/is_new.py") for wing in WINGS)
 
 
 def test_no_file_hides_behind_a_function_of_its_name():

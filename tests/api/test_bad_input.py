@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +28,6 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_states
 from tests.harness import distributed, fake_process_group, same_on_every_rank
 
@@ -501,144 +498,6 @@ def test_forward_that_changes_its_parameters(fake_group, action, shards_layers):
         assert_trains(model)
     for name, param in model.named_parameters():
         assert torch.equal(param.to_local(), values[name])
-
-
-# ---- ranks that differ -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def rendezvous_timeout(seconds: float) -> Iterator[None]:
-    os.environ[TIMEOUT_ENV] = str(seconds)
-    try:
-        yield
-    finally:
-        del os.environ[TIMEOUT_ENV]
-
-
-def error_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> str:
-    """The error that the forward of ``model`` raises, on every rank alike and without waiting for the timeout."""
-    start = time.monotonic()
-    with rendezvous_timeout(30), pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 4, dtype=dtype))
-    assert time.monotonic() - start < 15, "waited for the timeout"
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, str(caught.value))
-    assert texts == texts[:1] * len(texts)
-    return texts[0]
-
-
-def shard_two(model: nn.Module, **kwargs: Any) -> nn.Module:
-    fully_shard(model[0], **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def frozen(model: nn.Module) -> nn.Module:
-    model[1].bias.requires_grad_(False)
-    return model
-
-
-def two_layers(*more: nn.Module, out: int = 4) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, out), *more)
-
-
-# What the odd rank does, and what the error must name.
-DIFFERENT: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "shape": (lambda: shard_two(two_layers(out=6)), ("1.weight", r"\[4, 4\]", r"\[6, 4\]")),
-    "dtype": (lambda: shard_two(two_layers().double()), ("1.weight", "torch.float32", "torch.float64")),
-    "extra layer": (lambda: shard_two(two_layers(nn.Linear(4, 4))), ("2.weight",)),
-    "missing layer": (lambda: shard_two(nn.Sequential(nn.Linear(4, 4))), ("1.weight",)),
-    "one group less": (lambda: fully_shard(two_layers()), ("0.weight",)),
-    "another group": (lambda: regrouped(), ('"0.weight"', '"1.weight"')),
-    "frozen parameter": (lambda: shard_two(frozen(two_layers())), ("1.bias", "requires_grad")),
-    "policy": (
-        lambda: shard_two(two_layers(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
-        ("compute dtype", "torch.bfloat16"),
-    ),
-    "reduce dtype": (
-        lambda: shard_two(two_layers(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)),
-        ("reduce dtype", "torch.float64"),
-    ),
-    "granularity": (lambda: shard_two(two_layers(), granularity=lambda *_: "whole"), ("elements per rank",)),
-    "reshard_after_forward": (
-        lambda: shard_two(two_layers(), reshard_after_forward=True),
-        ("reshard_after_forward", "true", "false"),
-    ),
-    "names": (lambda: renamed(), ("second.weight", '"1.weight"')),
-    "order": (lambda: swapped(), ("weight", "bias")),
-}
-
-
-def regrouped() -> nn.Module:
-    model = two_layers()
-    fully_shard(model[1])
-    return fully_shard(model)
-
-
-def renamed() -> nn.Module:
-    model = nn.Sequential()
-    model.first, model.second = nn.Linear(4, 4), nn.Linear(4, 4)
-    fully_shard(model.first)
-    return fully_shard(model)
-
-
-def swapped() -> nn.Module:
-    model = two_layers()
-    model[1]._parameters = dict(reversed(model[1]._parameters.items()))
-    return shard_two(model)
-
-
-@pytest.mark.parametrize("difference", DIFFERENT)
-@pytest.mark.parametrize("odd_rank", [0, 2])
-@distributed(world_size=3)
-def test_ranks_with_different_models(difference, odd_rank):
-    build, words = DIFFERENT[difference]
-    model = build() if dist.get_rank() == odd_rank else shard_two(two_layers())
-    message = error_of(model, torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32)
-    for word in ("different models", "rank 0", rf"rank {odd_rank or 1}", "same", *words):
-        assert re.search(word, message), f"no {word!r} in: {message}"
-    torch.manual_seed(0)
-    assert_trains(shard_two(two_layers()))
-
-
-@pytest.mark.parametrize("absent", [0, 1, 2])
-@distributed(world_size=3, timeout=30)
-def test_rank_that_does_not_come_to_the_first_forward(absent):
-    timeout, grace = 1.0, 5.0
-    model = shard_two(two_layers())
-    if dist.get_rank() != absent:
-        start = time.monotonic()
-        with rendezvous_timeout(timeout), pytest.raises(RuntimeError) as caught:
-            model(torch.ones(2, 4))
-        assert time.monotonic() - start < timeout + grace + 2
-        for word in ("first forward", rf"rank\(s\) {absent} did not arrive", f"within {timeout:g} s", TIMEOUT_ENV):
-            assert re.search(word, str(caught.value)), f"no {word!r} in: {caught.value}"
-    dist.barrier()
-    with rendezvous_timeout(20):
-        assert_trains(model)
-
-
-@distributed(world_size=3, timeout=30)
-def test_all_ranks_that_do_not_come_are_named():
-    model = fully_shard(nn.Linear(4, 4))
-    if dist.get_rank() == 0:
-        with rendezvous_timeout(1), pytest.raises(RuntimeError, match=r"rank\(s\) 1, 2 did not arrive"):
-            model(torch.ones(2, 4))
-    dist.barrier()
-    with rendezvous_timeout(20):
-        assert_trains(model)
-
-
-@distributed(world_size=3, timeout=30)
-def test_rank_that_comes_with_another_model_after_an_absence():
-    """Payloads that ranks brought to a rendezvous that failed are not judged at the next."""
-    rank = dist.get_rank()
-    if rank != 1:
-        with rendezvous_timeout(1), pytest.raises(RuntimeError, match="did not arrive"):
-            fully_shard(nn.Linear(4, 4 if rank == 0 else 6))(torch.ones(2, 4))
-    dist.barrier()
-    torch.manual_seed(0)
-    with rendezvous_timeout(20):
-        assert_trains(fully_shard(nn.Linear(4, 4)))
 
 
 @pytest.mark.parametrize("several", [["last", "first"], ["first", "last"], ["first"], ["inner"]])

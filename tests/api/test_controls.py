@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 import fsdp_compose
@@ -262,15 +261,6 @@ def test_flags_without_effect_here_change_nothing():
     for batch in inputs(2):
         twins.backward(mean_square, batch)
         twins.step()
-
-
-@distributed(world_size=2)
-def test_ranks_with_other_options_are_one_error():
-    model = nn.Linear(4, 4)
-    fully_shard(model)
-    set_gradient_divide_factor(model, 2.0 + dist.get_rank())
-    with pytest.raises(RuntimeError, match="gradient divide factor"):
-        model(torch.ones(2, 4))
 
 
 WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {

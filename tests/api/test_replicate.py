@@ -350,29 +350,6 @@ def test_functional_mode():
 # ---- ranks
 
 
-@distributed(world_size=(2, 3))
-def test_ranks_that_start_differently_take_over_the_first_ranks_values():
-    torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model[1].running_mean.fill_(dist.get_rank())
-    replicate(model)
-    with torch.device("meta"):
-        late = nn.Linear(2, 2)
-    replicate(late).to_empty(device="cpu")
-    with torch.no_grad():
-        late.weight.to_local().normal_()
-        late.bias.to_local().normal_()
-    late(model.eval()(torch.ones(2, 3)))
-    torch.manual_seed(0)
-    expected = nn.Linear(3, 4)
-    assert torch.equal(model[0].weight.full_tensor(), expected.weight)
-    for tensor in (*model.parameters(), *model.buffers(), *late.parameters()):
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, full(tensor.detach()).tolist())
-        assert all(item == everyone[0] for item in everyone)
-    assert not model[1].running_mean.any()
-
-
 @distributed(world_size=2)
 def test_a_rank_with_another_model_or_another_program_gets_an_error():
     model = replicate(nn.Linear(3, 3 + dist.get_rank()))

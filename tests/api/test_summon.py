@@ -503,20 +503,3 @@ def test_copy_inside_forward_raises():
     model.layers[0].linear.register_forward_hook(look)
     model(torch.ones(2, DIM))
     assert seen
-
-
-# ---- double backward -------------------------------------------------------------------------------------------------
-
-
-@distributed(world_size=2)
-def test_double_backward_raises_and_training_goes_on():
-    twins = Twins(Net())
-    (batch,) = inputs()
-    x = local_part(batch).clone().requires_grad_()
-    output = twins.sharded(x)
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*fully_shard'ed model"):
-        torch.autograd.grad(output.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="whose forward ran in the default mode"):
-        torch.autograd.grad(mean_square(twins.sharded, x), list(twins.sharded.parameters()))
-    twins.sharded.zero_grad()
-    twins.train(steps=2)

@@ -120,6 +120,7 @@ READS: dict[str, Callable[[nn.Parameter], object]] = {
     "AdamW, foreach": lambda param: torch.optim.AdamW([param], foreach=True).step(),
     "AdamW, fused": lambda param: torch.optim.AdamW([param], fused=True).step(),
     "copy into the parameter": lambda param: param.data.copy_(param.grad),
+    "add_() of another shape": lambda param: param.grad.add_(torch.ones(param.numel() + 1)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from typing import Any
 
@@ -134,6 +135,21 @@ def test_hooks_that_raise_on_one_rank_are_an_error_on_every_rank():
     with pytest.raises(RuntimeError, match="Trouble: no more memory"):
         save_hf(model, folder / "again")
     assert not (folder / "again").exists()
+
+
+@distributed(world_size=2)
+def test_weights_that_do_not_fit_on_the_disk_are_one_error_and_leave_nothing():
+    folder, model = shared_folder(), linear(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(RuntimeError, match="save_hf") as caught:
+            save_hf(model, folder / "hf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    same_on_every_rank(str(caught.value).replace("on rank 0: ", ""))
+    assert not [*folder.iterdir()]
+    save_hf(model, folder / "hf")
 
 
 @distributed(world_size=2)

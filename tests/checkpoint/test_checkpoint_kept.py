@@ -211,6 +211,17 @@ def test_keys_that_a_hook_has_renamed_are_an_error_and_not_passed_over():
         set_model_state_dict(renaming(), get_model_state_dict(renaming()))
 
 
+def test_hooks_of_a_meta_parameter_that_no_group_has_run_after_it_is_loaded():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    seen: list[str] = []
+    model.weight.register_hook(lambda _: seen.append("hook"))
+    model.weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    set_model_state_dict(model, nn.Linear(2, 2).state_dict())
+    model(torch.ones(1, 2)).sum().backward()
+    assert seen == ["hook", "accumulated"]
+
+
 @distributed(world_size=2)
 def test_optimizers_may_come_from_a_generator():
     source = build(0)

@@ -90,9 +90,9 @@ def test_what_stays_is_a_part_of_the_parameters():
     (handle,) = fully_shard.state(model.blocks[0])._handles
     assert handle.unsharded.memory.nbytes() == 0
     part = handle.unsharded.part
-    assert part._memory.untyped_storage().nbytes() == handle.layout.flat_numel // 2 * 2
+    assert part._memory.untyped_storage().nbytes() == part.nbytes == handle.layout.flat_numel // 2 * 2
     loss.backward()
-    assert part._memory.untyped_storage().nbytes() == 0
+    assert part._memory.untyped_storage().nbytes() == part.nbytes == 0
 
 
 @distributed(world_size=4)

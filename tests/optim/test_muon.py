@@ -21,11 +21,12 @@ from fsdp_compose import (
     distribute_ragged,
     flat_parameters,
     fully_shard,
+    no_sync,
     offload_optimizer_states,
     replicate,
 )
 from fsdp_compose.checkpoint import get_optimizer_state_dict, get_state_dict, resume, save
-from fsdp_compose.errors import MisuseError, RankLostError, RanksDifferError
+from fsdp_compose.errors import MisuseError, MisuseRuntimeError, RankLostError, RanksDifferError
 from fsdp_compose.optim import Muon, muon_groups
 from fsdp_compose.optim.matrices import assign, matrices_of, stacks_of
 from fsdp_compose.ragged import RaggedDTensor, RunLengths
@@ -500,6 +501,21 @@ def test_a_rank_that_does_not_step():
             optimizer.step()
         whole(params[0])
     assert "an optimizer's step" in str(caught.value) or "all-to-all" in str(caught.value), caught.value
+
+
+@distributed(world_size=2)
+def test_a_gradient_that_is_not_reduced_is_refused_before_anything_changes():
+    model = shard_layers(GPT(layers=1))
+    optimizer = optimizers(model)
+    (batch,) = batches(1)
+    with no_sync(model):
+        gpt_loss(model, local_part(batch)).backward()
+    before = full_values(model)
+    with pytest.raises(MisuseRuntimeError, match=r"Muon\.step\(\): the gradient of .* has not been reduced"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in full_values(model).items())
+    gpt_loss(model, local_part(batch)).backward()
+    optimizer.step()
 
 
 @distributed(world_size=2)

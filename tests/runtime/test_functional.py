@@ -111,16 +111,21 @@ def test_gradients_of_parameters_can_be_asked_for():
 
 
 @distributed(world_size=2)
-def test_the_default_mode_names_the_functional_one():
-    model = shard_layers(smooth_net())
-    x = batches(1)[0].requires_grad_()
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*with functional_mode\(model\)"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+def test_double_backward_in_the_default_mode_names_the_functional_one_and_training_goes_on():
+    twins = Twins(smooth_net())
+    (batch,) = batches(1)
+    x = local_part(batch).clone().requires_grad_()
+    output = twins.sharded(x)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*fully_shard'ed model.*with functional_mode\(model\)"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="whose forward ran in the default mode"):
-        torch.autograd.grad(model(x).sum(), trainable(model))
-    with functional_mode(model):
-        score = model(x)
+        torch.autograd.grad(mean_square(twins.sharded, x), trainable(twins.sharded))
+    with functional_mode(twins.sharded):
+        score = twins.sharded(x)
     torch.autograd.grad(score.sum(), x, create_graph=True)
+    twins.sharded.zero_grad()
+    twins.backward(mean_square, batch)
+    twins.step()
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
