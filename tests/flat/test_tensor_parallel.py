@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -44,7 +44,7 @@ TORCHS = torch.nn.utils.clip_grad_norm_
 
 
 def mesh_of(*sizes: int, names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
-    return lasting_mesh(names) if sizes == (2, 2) else init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return lasting_mesh(names, sizes)
 
 
 def tensor_plan() -> dict[str, Any]:
