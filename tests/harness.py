@@ -20,6 +20,7 @@ import functools
 import gc
 import importlib
 import inspect
+import math
 import os
 import sys
 import time
@@ -35,7 +36,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
@@ -197,16 +198,38 @@ lasting_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # that b
 
 
 @functools.cache
-def lasting_mesh(names: tuple[str, str]) -> DeviceMesh:
-    """A mesh of 2 x 2 ranks that later tests have too: making its process groups, and DTensor's first look at a mesh,
-    take longer than many tests."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    lasting_groups.update(mesh.get_all_groups())
+def lasting_mesh(names: tuple[str, ...], sizes: tuple[int, ...] = (2, 2)) -> DeviceMesh:
+    """A mesh of all ranks that later tests have too: making its process groups, and DTensor's first look at a mesh,
+    take longer than many tests. Meshes of other names or sizes share the groups."""
+    assert _rank is not None, "only on the ranks of a pool"
+    groups = []
+    for i, size in enumerate(sizes):
+        same = 0 if size > 1 else sizes[:i].count(1)  # no two dimensions of one mesh share a group
+        groups.append(_lasting_group(size, math.prod(sizes[i + 1 :]) if size > 1 else 1, same))
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
+    _lasting_meshes.append(mesh)
     return mesh
+
+
+_lasting_meshes: list[DeviceMesh] = []
+
+
+@functools.cache
+def _lasting_group(size: int, stride: int, _same: int) -> dist.ProcessGroup | None:
+    """Of every ``stride``-th rank, ``size`` in all."""
+    if size == dist.get_world_size():  # as torch's meshes have it
+        return dist.group.WORLD
+    ranks = torch.arange(dist.get_world_size()).view(-1, size, stride).mT.reshape(-1, size)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    lasting_groups.add(group)
+    return group
 
 
 def _end_groups() -> None:
     """Ends the process groups that a test has made: a thread of each would wake up a hundred times a second."""
+    for flattened in [flat for mesh in _lasting_meshes for flat in mesh._flatten_mapping.values()]:
+        lasting_groups.update(flattened.get_all_groups())
     made = [group for group in _world.pg_map if group is not dist.group.WORLD and group not in lasting_groups]
     if made:
         while made:

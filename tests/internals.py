@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,24 @@ from fsdp_compose.comm.journal import Journal
 from fsdp_compose.flat.flat_param import FlatParamHandle
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state, states_to_run
 from fsdp_compose.group.state import _FSDPState
+
+
+def executed_lines(call: Callable[[], object]) -> int:
+    """How many lines of Python ``call()`` executes on this thread: work, however fast the machine is."""
+    count = 0
+
+    def trace(_frame: object, event: str, _argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -96,7 +96,7 @@ def train_gpt(
 def gpt_twins(*, offload_policy: Any = None, **options: Any) -> tuple[GPT, GPT]:
     """Two equal sharded models, of which only the first is offloaded."""
     torch.manual_seed(0)
-    model, twin = pair(GPT())
+    model, twin = pair(GPT(layers=2))
     of_first = {} if offload_policy is None else {"offload_policy": offload_policy}
     return shard_layers(model, **of_first, **options), shard_layers(twin, **options)
 

@@ -23,7 +23,7 @@ from fsdp_compose import (
 from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.group.options import R, S
 from fsdp_compose.strategies import STRATEGIES, Strategy
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 from tests.models import GPT, batches, gpt_loss
 from tests.training import adamw, assert_same_parameters, local_part
 
@@ -31,7 +31,7 @@ from tests.training import adamw, assert_same_parameters, local_part
 def apply(model: GPT, name: str) -> GPT:
     row = STRATEGIES[name]
     shape, names = ((4,), ("data",)) if row.num_dims == 1 else ((2, 2), ("replicate", "shard"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = lasting_mesh(names, shape)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, strategy=name)
     return fully_shard(model, mesh=mesh, strategy=name)
@@ -87,8 +87,8 @@ def test_every_row_loads_what_every_row_has_saved(tmp_path):
         dcp.save(states, checkpoint_id=f"{tmp_path}/{name}")
     rows = [*STRATEGIES]
     for target in rows:
+        model, optimizer = trained(target, 9)
         for source, (saved, _) in made.items():
-            model, optimizer = trained(target, 9)
             states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
             dcp.load(states, checkpoint_id=f"{tmp_path}/{source}")
             set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
@@ -159,7 +159,7 @@ def test_rows_of_ones_own_and_groups_of_different_rows():
     torch.manual_seed(0)
     reference = GPT(layers=2)
     ours = copy.deepcopy(reference)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = lasting_mesh(("replicate", "shard"))
     own = Strategy(parameters=(R, R), gradients=(R, S), optimizer=(R, S))  # hybrid, gathered until a step
     fully_shard(ours.blocks[0], mesh=mesh, strategy=own)
     fully_shard(ours.blocks[1], strategy="ddp")

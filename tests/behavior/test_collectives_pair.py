@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from fsdp_compose import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from fsdp_compose._torch import default_store
 from fsdp_compose.comm.control_exchange import Carrier
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_states
@@ -104,8 +105,9 @@ def test_first_forward_names_a_rank_that_does_not_come_and_can_be_repeated(early
         if dist.get_rank() == early:
             with pytest.raises(RuntimeError, match=rf"first forward: rank\(s\) {late} did not arrive.*{TIMEOUT_ENV}"):
                 model(rows())
+            default_store().set(f"rank {early} has given up", "")
         else:
-            time.sleep(1)
+            default_store().wait([f"rank {early} has given up"], timedelta(seconds=50))
     with environment(**{TIMEOUT_ENV: "10"}):
         assert_trains_on(model, reference)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -42,7 +42,7 @@ from fsdp_compose.comm.control_exchange import _Control
 from fsdp_compose.group import debug as standstill
 from fsdp_compose.group.registry import _get_fsdp_states, get_state
 from fsdp_compose.strategies import STRATEGIES
-from tests.harness import distributed, environment, fake_process_group
+from tests.harness import distributed, environment, fake_process_group, lasting_mesh
 from tests.internals import all_unsharded_bytes, handles_of
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part
@@ -336,7 +336,7 @@ def alive(references: dict[str, weakref.ref[Any]]) -> list[str]:
 
 def assert_gone(references: dict[str, weakref.ref[Any]]) -> None:
     """A finished collective lets go of its tensors a moment later, on a thread of the process group."""
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 30
     while alive(references) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert alive(references) == []
@@ -401,7 +401,7 @@ def test_everything_goes_with_the_model(when, use_reentrant):
 def test_everything_goes_with_models_of_every_strategy(way, when):
     row = STRATEGIES.get(way, STRATEGIES["zero3"])
     shape = (4,) if row.num_dims == 1 else (2, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = lasting_mesh(("replicate", "shard")[-len(shape) :], shape)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if way == "cast" else None
     with no_garbage_collection():
         model = shard_layers(GPT(dim=4, layers=2), mesh=mesh, strategy=row, mp_policy=policy)

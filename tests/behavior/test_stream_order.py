@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -33,7 +32,7 @@ from fsdp_compose.flat.shard_storage import host_copies
 from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import Muon, muon_groups
 from fsdp_compose.runtime import untracked_writes
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part
 from tests.vector_clocks import Clocks
@@ -77,7 +76,7 @@ def clocked(clocks: Clocks, model: GPT) -> GPT:
 
 
 def hybrid_mesh() -> Any:
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return lasting_mesh(("replicate", "shard"), (2, dist.get_world_size() // 2))
 
 
 def functional(clocks: Clocks) -> None:
@@ -186,9 +185,7 @@ PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "hybrid, bf16, without sync": lambda clocks: plain(
         clocks, mesh=hybrid_mesh(), mp_policy=BF16, microbatches=2, unsynced=True
     ),
-    "shards of one, without sync": lambda clocks: plain(
-        clocks, mesh=init_device_mesh("cpu", (2, 1)), microbatches=3, unsynced=True
-    ),
+    "shards of one, without sync": lambda clocks: plain(clocks, mesh=hybrid_mesh(), microbatches=3, unsynced=True),
     "offload": lambda clocks: plain(clocks, offload_policy=CPUOffloadPolicy()),
     "offload, bf16, accumulation": lambda clocks: plain(
         clocks, offload_policy=CPUOffloadPolicy(), mp_policy=BF16, microbatches=2

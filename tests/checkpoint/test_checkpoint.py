@@ -4,7 +4,6 @@ is a test here, named after its symptom."""
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -55,7 +53,7 @@ from tests.checkpoint.states import (
     train,
     whole,
 )
-from tests.harness import distributed, environment, same_on_every_rank
+from tests.harness import distributed, environment, lasting_mesh, same_on_every_rank
 from tests.models import shard_layers
 
 # ---- getters
@@ -461,10 +459,8 @@ def test_what_does_not_fit_is_one_error_on_every_rank_and_changes_nothing(broadc
     for what, (state, message) in wrong.items():
         given = state if dist.get_rank() == 0 or not broadcast else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-        began = time.monotonic()
         with pytest.raises(RuntimeError, match=message) as caught:
             set_state_dict(model, optimizer, model_state_dict=given, optim_state_dict=optimizer_state, options=options)
-        assert time.monotonic() - began < 10
         same_on_every_rank(str(caught.value))
         assert_equal(snapshot(model, optimizer), before)
         if what in ("missing", "unexpected"):
@@ -509,12 +505,10 @@ def test_a_full_state_dict_on_one_rank_only_names_the_absent_rank_and_the_call()
     model = shard_layers(build())
     with environment(**{TIMEOUT_ENV: "1"}):
         if dist.get_rank() == 0:
-            began = time.monotonic()
             with pytest.raises(
                 RuntimeError, match=r"get_model_state_dict\(\) \(called at .*test_checkpoint.py:\d+\): rank\(s\) 1"
             ):
                 get_model_state_dict(model, options=FULL)
-            assert time.monotonic() - began < 10
     dist.barrier()
     assert_equal(get_model_state_dict(model, options=FULL), build().state_dict())
 
@@ -612,7 +606,7 @@ def test_names_are_those_before_any_wrapper():
 
 @distributed(world_size=4)
 def test_tensor_parallel_and_two_dimensional_layouts_have_the_state_dict_of_one_process():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = lasting_mesh(("data", "tensor"))
     reference = build(0)
     del reference.back, reference.dead
     model = copy.deepcopy(reference)

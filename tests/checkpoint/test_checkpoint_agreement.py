@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,11 +49,9 @@ from tests.models import shard_layers
 
 @contextmanager
 def told(message: str) -> Iterator[None]:
-    """Every rank raises this one error, long before the process group's timeout."""
-    began = time.monotonic()
+    """Every rank raises this one error, without waiting for the process group's timeout, which is beyond the test's."""
     with pytest.raises(RuntimeError, match=message) as caught:
         yield
-    assert time.monotonic() - began < 10
     same_on_every_rank(str(caught.value))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +137,7 @@ def test_what_communicates_is_refused_by_name_in_another_thread_while_the_model_
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(world_size=1, timeout=120)
-def test_state_dicts_in_a_thread_during_a_thousand_steps(reshard_after_forward):
+def test_state_dicts_in_a_thread_during_hundreds_of_steps(reshard_after_forward):
     model, _ = stacks(reshard_after_forward=reshard_after_forward)
     optimizer, batch = sgd(model.parameters()), rows()
     stop, problems, number = threading.Event(), list[str](), 0
@@ -159,9 +158,8 @@ def test_state_dicts_in_a_thread_during_a_thousand_steps(reshard_after_forward):
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        end = time.monotonic() + 40
         steps = 0
-        while steps < 1000 and time.monotonic() < end:
+        while steps < 400 or number <= 50:
             mean_square(model, batch).backward()
             if steps < 20 or steps % 10 == 0:
                 optimizer.step()
@@ -172,4 +170,3 @@ def test_state_dicts_in_a_thread_during_a_thousand_steps(reshard_after_forward):
         thread.join()
         sys.setswitchinterval(interval)
     assert not problems, problems[:3]
-    assert number > 50 and steps > 200

@@ -6,7 +6,6 @@ import functools
 import io
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -299,7 +298,7 @@ def test_a_step_that_raised_is_told_of_until_the_next_one():
 
 
 @distributed(world_size=1, timeout=120)
-def test_every_state_read_in_a_thread_during_a_thousand_steps_is_that_of_a_step():
+def test_every_state_read_in_a_thread_during_hundreds_of_steps_is_that_of_a_step():
     model, optimizer, held = made()
 
     def summary(state: dict[str, torch.Tensor]) -> tuple[float, ...]:
@@ -320,8 +319,8 @@ def test_every_state_read_in_a_thread_during_a_thousand_steps_is_that_of_a_step(
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        end, steps = time.monotonic() + 50, 0
-        while steps < 1000 and time.monotonic() < end:
+        steps = 0
+        while steps < 400 or len(set(read)) <= 20:
             train(model, optimizer, steps)
             known.add(summary(held.state()))
             steps += 1
@@ -330,5 +329,4 @@ def test_every_state_read_in_a_thread_during_a_thousand_steps_is_that_of_a_step(
         thread.join()
         sys.setswitchinterval(interval)
     assert not problems, problems[:3]
-    assert len(set(read)) > 20 and steps > 100
     assert set(read) <= known

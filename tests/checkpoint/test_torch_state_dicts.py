@@ -85,6 +85,8 @@ def test_torchs_setters_load_sharded_models_and_they_train_on(granularity, world
         step(reference, expected, 1)
         assert_equal(after, values(reference, expected))
     for offload, broadcast, strict, on_meta in COMBINATIONS:
+        if (offload + broadcast + strict + on_meta + world_size) % 2:  # every three of them meet at each world size
+            continue
         options = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=strict)
         model_state, optimizer_state = copy.deepcopy(dicts[offload])
         if broadcast and dist.get_rank() > 0:

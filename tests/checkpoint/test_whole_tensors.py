@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compose import fully_shard, replicate
 from fsdp_compose.checkpoint import StateDictOptions, set_model_state_dict
 from fsdp_compose.group.start_values import CHECK_ENV
-from tests.harness import distributed, environment, same_on_every_rank
+from tests.harness import distributed, environment, lasting_mesh, same_on_every_rank
 from tests.training import full_parameters
 
 DIM = 5
@@ -136,7 +135,7 @@ def test_into_a_model_that_was_sharded_on_the_meta_device(assign):
 @pytest.mark.parametrize("way", ["hybrid", "replicated"])
 @distributed(world_size=4)
 def test_into_replicas(way):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = lasting_mesh(("replicate", "shard"))
     model = sharded(net(0), mesh=mesh) if way == "hybrid" else sharded(net(0), replicate)
     for seed in (1, 2):
         model.load_state_dict(whole(seed), assign=seed == 2)
@@ -147,7 +146,7 @@ def test_into_replicas(way):
 @pytest.mark.parametrize("assign", [False, True])
 @distributed(world_size=4)
 def test_beside_tensor_parallelism(assign):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mesh = lasting_mesh(("fsdp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
     other = {name: value + 1 for name, value in model.state_dict().items()}

@@ -175,10 +175,10 @@ def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @distributed(2, fresh=True)
 def test_a_rank_that_waits_between_iterations_says_so_soon_and_so_does_the_late_one() -> None:
-    """Each long before five times the limit: one waits in a rendezvous, the other one in no call of this package."""
+    """Each before five times the limit: one waits in a rendezvous, the other one in no call of this package."""
     import os
 
-    os.environ[HANG_SECONDS_ENV] = "1"
+    os.environ[HANG_SECONDS_ENV] = "2"
     shown = Lines()
     logging.getLogger("fsdp_compose").addHandler(shown)
     model = blocks_of_three()
@@ -192,6 +192,6 @@ def test_a_rank_that_waits_between_iterations_says_so_soon_and_so_does_the_late_
     get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     (position,) = positions_in(shown.lines)
     if dist.get_rank():
-        assert seconds < 4, seconds
+        assert seconds < 9, seconds
     else:
         assert position["waits_in"].startswith("comm/store.py") and position["phase"] == "", position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import (
     CPUOffloadPolicy,
@@ -37,7 +37,7 @@ from fsdp_compose.comm import Bfloat16, Int8, Label, Messages, Transport, Transp
 from fsdp_compose.errors import MisuseRuntimeError, MisuseTypeError
 from fsdp_compose.optim import Muon, muon_groups
 from tests.flat.test_all_gather_extensions import RowScales, make
-from tests.harness import distributed, same_on_every_rank
+from tests.harness import distributed, lasting_mesh, same_on_every_rank
 from tests.internals import handles_of, local_of, world
 from tests.models import Stack, rows, shard_layers
 from tests.training import adamw, full, mean_square
@@ -184,7 +184,7 @@ def trained(
     formats: dict[str, Any],
     mode: str = "",
     shard: Callable[..., nn.Module] = shard_layers,
-    steps: int = 4,
+    steps: int = 3,
     **options: Any,
 ) -> tuple[list[float], nn.Module]:
     torch.manual_seed(0)
@@ -205,12 +205,17 @@ def trained(
     return losses, model
 
 
+@functools.cache
+def exactly_trained(mode: str) -> list[float]:
+    return trained({}, mode)[0]
+
+
 @pytest.mark.parametrize("formats", EVERYWHERE)
 @distributed(world_size=(2, 3))
 def test_all_ways_of_training_compute_the_same(formats, world_size):
     chosen = EVERYWHERE[formats]
     expected, _ = trained(chosen)
-    plain, _ = trained({})
+    plain = exactly_trained("")
     assert expected != plain
     assert expected == pytest.approx(plain, rel=0.05)
     ways: list[dict[str, Any]] = [
@@ -220,12 +225,12 @@ def test_all_ways_of_training_compute_the_same(formats, world_size):
     ]
     for way in ways:
         assert trained(chosen, **way)[0] == expected, way
-    assert trained(chosen, "accumulation")[0] == pytest.approx(trained({}, "accumulation")[0], rel=0.05)
+    assert trained(chosen, "accumulation")[0] == pytest.approx(exactly_trained("accumulation"), rel=0.05)
 
 
 @distributed(world_size=4)
 def test_hybrid_sharding_can_round_between_nodes_only():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = lasting_mesh(("replicate", "shard"))
     plain, _ = trained({}, mesh=mesh)
     for formats in ({"all_reduce": "int8"}, EVERYWHERE["int8"], EVERYWHERE["bf16"]):
         losses, model = trained(formats, mesh=mesh)
@@ -236,8 +241,8 @@ def test_hybrid_sharding_can_round_between_nodes_only():
         assert bool(reductions) == ("reduce_scatter" not in formats)
         for name, whole in gathered(model):
             same_on_every_rank(f"{name} {whole.tolist()}")
-    kept, _ = trained(EVERYWHERE["int8"], mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-    assert kept == trained(EVERYWHERE["int8"], mesh=init_device_mesh("cpu", (4,)))[0], "parts stay exact"
+    kept, _ = trained(EVERYWHERE["int8"], mesh=lasting_mesh(("shard",), (4,)), reshard_after_forward=2)
+    assert kept == trained(EVERYWHERE["int8"], mesh=lasting_mesh(("shard",), (4,)))[0], "parts stay exact"
 
 
 @distributed(world_size=(2, 3))
@@ -349,7 +354,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("pair", [(a, b) for a in range(5) for b in range(5) if a < b], ids=str)
 @distributed(world_size=4)
 def test_ranks_with_other_wires_are_told(pair, is_late):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = lasting_mesh(("replicate", "shard"))
     torch.manual_seed(0)
     model = shard_layers(Stack(), mesh=mesh)
     if is_late:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +38,7 @@ from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
 from fsdp_compose.flat import param_kind
 from fsdp_compose.group.registry import get_state
 from tests.flat.test_parameter_classes import CastWhenUsed
-from tests.harness import distributed, fake_process_group
+from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.models import shard_layers
 from tests.training import adamw, local_part, mean_over_ranks, mean_square_in_float
 
@@ -319,14 +318,14 @@ def check_training(
     world_size = dist.get_world_size()
     if is_hybrid:
         shape = (2, world_size // 2) if world_size > 2 else (1, world_size)
-        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = lasting_mesh(("replicate", "shard"), shape)
     model, reference = nets(cls, rows, checkpoints)
     shard_layers(model, **options)
     before(model)
     mine = flat_parameters(model) if is_flat else [*model.parameters()]
     optimizers = [adamw(mine), adamw(reference.parameters())]
     generator = torch.Generator().manual_seed(1)
-    for _ in range(4):
+    for _ in range(3):
         batches = [torch.randn(12, DIM, generator=generator) for _ in range(2 if wrap else 1)]
         expected: dict[str, Any] = {}
         for i, batch in enumerate(batches):
@@ -415,7 +414,7 @@ def test_the_method_is_given_the_mesh_the_whole_shape_the_module_and_the_policy(
     for with_replicas in (False, True):
         RowScales.seen.clear()
         model, _ = nets(RowScales, 12)
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")) if with_replicas else None
+        mesh = lasting_mesh(("a", "b"), (1, 2)) if with_replicas else None
         shard_layers(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16), mesh=mesh)
         model(torch.randn(2, DIM))
         layer = model.layers[0]

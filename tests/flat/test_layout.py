@@ -4,7 +4,6 @@ import doctest
 import itertools
 import math
 import os
-import time
 
 import pytest
 from expecttest import assert_expected_inline
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.shapes import MODELS
 from fsdp_compose.flat import layout as layout_module
 from fsdp_compose.flat.layout import FlatLayout, Granule, LocalShard, ParamSpec, plan_layout
+from tests.internals import executed_lines
 
 settings.register_profile("layout", deadline=None, max_examples=300, derandomize="CI" in os.environ)
 properties = settings(settings.get_profile("layout"))
@@ -387,14 +387,10 @@ def test_same_input_gives_an_equal_plan():
     assert len(plans) == 1
 
 
-def test_llama_block_is_planned_within_50_ms_on_4096_ranks():
-    def seconds() -> float:
-        layout_module.clear_plans()
-        start = time.perf_counter()
-        plan_model("Llama-3-8B block", 4096)
-        return time.perf_counter() - start
-
-    assert min(seconds() for _ in range(5)) < 0.05
+def test_llama_block_is_planned_in_few_steps_on_4096_ranks():
+    """1,900 lines, about a millisecond, which grow with the parameters and not with the ranks."""
+    layout_module.clear_plans()
+    assert executed_lines(lambda: plan_model("Llama-3-8B block", 4096)) < 4000
 
 
 # --- Documentation ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -44,7 +44,7 @@ TORCHS = torch.nn.utils.clip_grad_norm_
 
 
 def mesh_of(*sizes: int, names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
-    return lasting_mesh(names) if sizes == (2, 2) else init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return lasting_mesh(names, sizes)
 
 
 def tensor_plan() -> dict[str, Any]:
@@ -142,7 +142,7 @@ def train(
 @pytest.mark.parametrize("kind", ["tensor", "some", "sequence", "loss"])
 def test_trains_and_clips_as_one_process(kind):
     mesh = mesh_of(2, 2)
-    model, expected = sharded_gpt(mesh, kind), reference()
+    model, expected = sharded_gpt(mesh, kind, layers=2), reference(layers=2)
     weight = model.blocks[0].up.weight
     assert type(weight) is RaggedDTensor and weight.device_mesh.mesh_dim_names == ("dp", "tp")
     assert weight.placements[1] == Shard(0) and weight.shape == (64, 16)
@@ -526,7 +526,8 @@ def test_flat_views_train_and_are_clipped_as_one_process(kind, optimizer, way):
     is_hybrid = kind == "hybrid"
     mesh = mesh_of(2, 1, 2, names=("r", "s", "tp")) if is_hybrid else mesh_of(2, 2)
     data = ("r", "s") if is_hybrid else "dp"
-    model, expected = sharded_gpt(mesh, "tensor" if is_hybrid else kind, data), reference()
+    model = sharded_gpt(mesh, "tensor" if is_hybrid else kind, data, layers=2)
+    expected = reference(layers=2)
     make = OPTIMIZERS[optimizer]
     ours, theirs = make(fsdp_compose.flat_parameters(model)), make(expected.parameters())
     norms = train(model, share_of(mesh[data]), ours, clip=clip)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import time
 from datetime import timedelta
 
 import pytest
@@ -230,13 +229,11 @@ def check_that_ranks_notice(change, place, is_functional):
     model, _ = build(breakable_mesh())
     loop = Loop(model, is_functional, change if dist.get_rank() == world_size - 1 else "", place)
     error = None
-    start = time.monotonic()
     try:
         loop.run()
     except RuntimeError as raised:
         error = str(raised)
     close_gloo_connections(get_state(model).mesh.shard_group)  # as at the end of the process
-    assert time.monotonic() - start < 10
     errors = [None] * world_size
     dist.all_gather_object(errors, error)
     assert any(errors), "no rank has noticed"

@@ -120,13 +120,13 @@ def stepped(model: Any, steps: int = 3, without: Sequence[int] = (), **options: 
 @pytest.mark.parametrize("name", SETS)
 @distributed(world_size=(1, 2, 3, 4))
 def test_the_bits_of_whole_matrices(name):
-    shapes, steps = SETS[name], 1 if name == "large" else 3
+    shapes, steps = SETS[name], 1 if name == "large" else 2
     values = expected(shapes, steps, lr=0.02)
-    for granularity in (None,) if name == "large" else (None, "elements", "rows", "whole"):
-        for options in ({}, {"bucket_bytes": 1}):
-            choose = None if granularity is None else lambda _name, _param, wanted=granularity: wanted
-            model = fully_shard(Parameters(shapes), granularity=choose)
-            assert_bits(stepped(model, steps, **options), values, granularity, options)
+    for i, granularity in enumerate((None,) if name == "large" else (None, "elements", "rows", "whole")):
+        options = {"bucket_bytes": 1} if (i + i // 2 + dist.get_world_size()) % 2 else {}  # every two of them meet
+        choose = None if granularity is None else lambda _name, _param, wanted=granularity: wanted
+        model = fully_shard(Parameters(shapes), granularity=choose)
+        assert_bits(stepped(model, steps, **options), values, granularity, options)
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1}, {"block_rows": 4}], ids=str)
@@ -431,7 +431,7 @@ def test_with_clipping_and_a_gradient_scaler():
 def hybrid_of_four() -> Any:
     """Four ranks shard in two replicas, others as usual."""
     is_four = dist.get_world_size() == 4
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if is_four else None
+    return lasting_mesh(("replicate", "shard")) if is_four else None
 
 
 def trained(steps: int) -> tuple[nn.Module, Muon]:

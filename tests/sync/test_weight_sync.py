@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,7 +34,7 @@ from fsdp_compose.sync import ParameterSnapshot, apply_changes, changed_since, s
 from fsdp_compose.sync.changes import Form, as_bits, changed_elements, gather_elements
 from tests.behavior.test_expert_parallel import mixture, spread
 from tests.flat.test_tensor_parallel import mesh_of, parallel_uneven, parallelize, sharded_gpt
-from tests.harness import distributed, environment, same_on_every_rank
+from tests.harness import distributed, environment, lasting_mesh, same_on_every_rank
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part, train
 
@@ -86,7 +85,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def expert_parallel() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    mesh = lasting_mesh(("edp", "ep"))
     data, model = mesh._flatten("dp"), mixture()
     spread(model, mesh["ep"])
     fully_shard(model.experts, mesh=mesh["edp"])
@@ -105,15 +104,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "by rows": lambda: shard_layers(GPT(layers=2), granularity=lambda *_: "whole"),
 }
 MODELS_OF_FOUR: dict[str, Callable[[], nn.Module]] = {
-    "hybrid": lambda: shard_layers(
-        GPT(layers=2), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    ),
+    "hybrid": lambda: shard_layers(GPT(layers=2), mesh=lasting_mesh(("replicate", "shard"))),
     "hfsdp": lambda: shard_layers(GPT(layers=2), reshard_after_forward=2),
     "tensor": lambda: sharded_gpt(mesh_of(2, 2), layers=2),
     "tensor, in some blocks": lambda: sharded_gpt(mesh_of(2, 2), "some", layers=2),
     "vocabulary": lambda: sharded_gpt(mesh_of(2, 2), "vocabulary", layers=2),
     "experts": expert_parallel,
-    "tensor parallel only": lambda: parallelize(GPT(layers=2), init_device_mesh("cpu", (4,)), "vocabulary"),
+    "tensor parallel only": lambda: parallelize(GPT(layers=2), lasting_mesh(("tp",), (4,)), "vocabulary"),
     "FSDP2": lambda: torch_fully_shard(GPT(layers=2)),
     "uneven": lambda: parallel_uneven(mesh_of(2, 2)),
     "tensor alone": lambda: parallel_uneven(mesh_of(1, 4)),
@@ -497,7 +494,7 @@ def test_no_rank_is_more_than_a_bucket_ahead():
 @distributed(world_size=2, fresh=True)
 def test_a_rank_that_does_not_come_is_named_in_bounded_time(rank):
     rendezvous._GRACE = rendezvous._BROKEN_TIMEOUT = timedelta(seconds=0.5)  # five otherwise
-    model = shard_layers(GPT(layers=1))
+    model, store = shard_layers(GPT(layers=1)), dist.distributed_c10d._get_default_store()
     absent = rf"full_parameters.*rank\(s\) {rank} did not arrive.*2 ranks within 1 s"
     with environment(**{TIMEOUT_ENV: "1"}):
         if dist.get_rank() != rank:
@@ -509,10 +506,11 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time(rank):
 
         def hang(i: int) -> None:
             if i == 2 and dist.get_rank() == rank:
-                time.sleep(2.5)  # rank 0 waits 1 s, the other one half a second more for its verdict
+                store.wait([f"rank {1 - rank} has given up"], timedelta(seconds=50))
 
         with pytest.raises(RuntimeError, match=r"did not arrive at the rendezvous") as caught:
             consume(model, hang, bucket_bytes=1)
+        store.set(f"rank {dist.get_rank()} has given up", "")
         assert dist.get_rank() == rank or f"rank(s) {rank} did not arrive" in str(caught.value)
     dist.barrier()
     assert_same(collected(model), gathered)
@@ -633,19 +631,18 @@ def train_some(model: nn.Module, lr: float) -> Iterator[None]:
         yield
 
 
-def check_changes(model: nn.Module, dtype: torch.dtype | None, **options: Any) -> None:
-    for lr in (1e-5, 1e-2):
-        steps = train_some(model, lr)
+def check_changes(model: nn.Module, dtype: torch.dtype | None, lr: float, **options: Any) -> None:
+    steps = train_some(model, lr)
+    next(steps)
+    snapshot, weights = snapshot_parameters(model, dtype=dtype), collected(model, dtype=dtype)
+    for _ in range(2):
         next(steps)
-        snapshot, weights = snapshot_parameters(model, dtype=dtype), collected(model, dtype=dtype)
-        for _ in range(2):
-            next(steps)
-            expected = collected(model, dtype=dtype)
-            assert lr == 1e-5 or any(not torch.equal(weights[name], value) for name, value in expected.items())
-            weights = updated(model, snapshot, weights, **options)
-            assert_same_bits(weights, expected)
-        with changed_since(model, snapshot, **options) as buckets:
-            assert [pair for bucket in buckets for pair in bucket if pair[1].positions is not None] == []
+        expected = collected(model, dtype=dtype)
+        assert lr == 1e-5 or any(not torch.equal(weights[name], value) for name, value in expected.items())
+        weights = updated(model, snapshot, weights, **options)
+        assert_same_bits(weights, expected)
+    with changed_since(model, snapshot, **options) as buckets:
+        assert [pair for bucket in buckets for pair in bucket if pair[1].positions is not None] == []
 
 
 @pytest.mark.parametrize("name", ["GPT", "tied", "one group", "mixed", "in part"])
@@ -656,9 +653,9 @@ def test_changes_applied_to_old_weights_give_the_new_ones_to_the_bit(name):
         for param in model.parameters():
             param.requires_grad_(isinstance(param, DTensor))
         model.blocks[1].requires_grad_(False)
-    for dtype in (torch.bfloat16, None):
-        check_changes(model, dtype)
-        check_changes(model, dtype, bucket_bytes=2000)
+    for dtype, lrs in ((torch.bfloat16, (1e-5, 1e-2)), (None, (1e-2, 1e-5))):  # every two of three
+        check_changes(model, dtype, lrs[0])
+        check_changes(model, dtype, lrs[1], bucket_bytes=2000)
 
 
 @pytest.mark.parametrize("name", ["GPT", "tied", "mixed", "in part", "not sharded"])
