@@ -431,7 +431,7 @@ def _checked(
     mp_policy: MixedPrecisionPolicy | None,
     ignored_params: Iterable[nn.Parameter] | None,
     strategy: str | Strategy | None,
-    offload_policy: CPUOffloadPolicy | None,
+    offload_policy: CPUOffloadPolicy | OffloadPolicy | None,
     optional: bool | None,
     limit_unsharded_bytes: int | str | None,
 ) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:

@@ -243,7 +243,7 @@ def _like_leaders(func: Any, tensors: Sequence[torch.Tensor], leaders: Sequence[
 
 def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDTensor]) -> Any:
     specs = [leader._spec for leader in leaders]
-    writes = written_arguments(func)
+    positions = written_arguments(func)
     # Fused optimizers write to gradients only to unscale them.
     grads = args[1] if func._schema.name in FUSED_OPTIMIZERS and kwargs.get("grad_scale") is None else None
     local_args: list[Any] = []
@@ -253,7 +253,7 @@ def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDT
             if _are_counters(value):
                 local_args.append(value)
                 continue
-            is_written = position in writes
+            is_written = position in positions
             if specs[0].is_scalar:
                 locals_ = [
                     _other_operand(func, item, spec, is_written) for item, spec in zip(value, specs, strict=True)
