@@ -393,6 +393,21 @@ def local_gradient(optimizer: str, param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def refuse_other_part(what: str, param: torch.Tensor, name: str, value: Any) -> None:
+    """Raise ValueError unless loaded state, of the shape of a parameter or 0-dimensional, is this rank's part of it."""
+    here, there = (
+        tuple(local_of(param).shape),
+        tuple(local_of(value).shape) if isinstance(value, torch.Tensor) else None,
+    )
+    is_alike = not isinstance(value, DTensor) or value.placements == getattr(param, "placements", None)
+    if (name != "step" or there != ()) and not (here == there and is_alike):
+        raise MisuseError(
+            f"{what}: {name_of(param)} has the shape {here} on this rank, and its {name} {there or 'is missing'}: was "
+            "it saved by another rank or optimizer, with other shards, or whole? Load what this rank saved, or use "
+            "fsdp_compose.checkpoint.set_optimizer_state_dict(), which shards what it is given. Nothing was changed"
+        )
+
+
 def refuse_block_rows(name: str, rows: int, block_rows: int) -> None:
     """Raise ValueError if a matrix of so many rows does not consist of whole blocks."""
     if block_rows < 1 or rows % block_rows:
@@ -485,10 +500,10 @@ def _planned_of(param: torch.Tensor, item: Matrices) -> Matrices:
 
 
 class Member(NamedTuple):
-    """A parameter, its parameter group, and how it consists of matrices."""
+    """A parameter, the number of its parameter group, and how it consists of matrices."""
 
     param: torch.Tensor
-    group: dict[str, Any]
+    group: int
     shape: MatrixShape
 
 

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -47,8 +48,8 @@ _STEP = "Matrixwise.step()"
 _ONE_BUCKET = 1 << 62  # the user's optimizer steps once, so all its matrices must be there
 
 
+_STATE_NUMBERS = "state_numbers"
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}  # in which numbers are shown
-_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 class _Leaf(NamedTuple):
@@ -57,12 +58,14 @@ class _Leaf(NamedTuple):
     Attributes:
         shape: of a tensor, ``()`` of a number.
         dtype: its name; ``None``: ``value`` is a text or ``None`` itself, the same on every rank.
+        is_number: of Python's, shown as a tensor. In parameter groups, ``state_numbers`` has its path.
     """
 
     path: Path
     shape: tuple[int, ...] = ()
     dtype: str | None = None
     value: str | None = None
+    is_number: bool = False
 
 
 class Matrixwise(Optimizer):
@@ -115,14 +118,26 @@ class Matrixwise(Optimizer):
         if not callable(make):
             raise MisuseTypeError(f"Matrixwise(make={make!r}): expected a function from parameters to an optimizer")
         self._make = make
-        self._known = _Known(())
+        self._classes: list[str] = []  # of each parameter group, of what ``make`` gave
         self._hyperparameters: list[list[str]] = []  # of each parameter group, the names of those that ``make`` gave
-        self._optimizers: list[Optimizer | None] = []  # of each parameter group, for the matrices of this rank
-        self._is_made = False  # that is, the two that follow are
-        self._wholes: dict[_Number, nn.Parameter] = {}  # this rank's matrices
         self._layouts: dict[_Number, list[_Leaf]] = {}  # what the state of any matrix consists of
+        self._begin()
+        super().__init__(params, {"block_rows": block_rows, _STATE_NUMBERS: ()})
+
+    def _begin(self) -> None:
+        self._known = _Known(())
+        self._optimizers: list[Optimizer | None] = []  # of each parameter group, for the matrices of this rank
+        self._is_made = False  # that is, those before and the two that follow are
+        self._wholes: dict[_Number, nn.Parameter] = {}  # this rank's matrices
         self._shown: dict[_Number, list[tuple[Any, Any]]] = {}  # values in the state of matrices, and how it shows them
-        super().__init__(params, {"block_rows": block_rows})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in ("_make", "_classes", "_hyperparameters", "_layouts")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._wholes or self._layouts:
@@ -130,19 +145,17 @@ class Matrixwise(Optimizer):
                 "Matrixwise.add_param_group(): after the first step, new parameters would change the owners of all: "
                 "make a new Matrixwise, and load the state of this one into it"
             )
+        given = {*param_group}
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            for param in group["params"]:
-                _check(param, group["block_rows"])
-            made = self._made([_stand_in(param, group["block_rows"]) for param in group["params"][:1]])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+        group = self.param_groups.pop()
+        for param in group["params"]:
+            _check(param, group["block_rows"])
+        made = self._made([_stand_in(param, group["block_rows"]) for param in group["params"][:1]])
         defaults = {key: value for key, value in made.param_groups[0].items() if key not in ("params", "param_names")}
+        self._classes.append(type(made).__name__)
         self._hyperparameters.append([*defaults])
-        self._optimizers.append(None)
-        self.param_groups[-1] = {**defaults, **group}
+        self.defaults = {**defaults, **self.defaults}  # schedulers look there for what they can cycle
+        self.param_groups.append({**group, **{key: value for key, value in defaults.items() if key not in given}})
 
     def _made(self, params: list[nn.Parameter]) -> Optimizer:
         optimizer = self._make(params)
@@ -175,7 +188,9 @@ class Matrixwise(Optimizer):
             RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter. Nothing was
                 changed.
         """
-        loss, known, gradients = begin_step(self, closure, self._plan_and_make, (), ("block_rows",))
+        head = [f"optimizers {self._classes}"]
+        options = ["block_rows", *dict.fromkeys(chain.from_iterable(self._hyperparameters))]
+        loss, known, gradients = begin_step(self, closure, self._plan_and_make, head, options)
         try:
             moved = [_Moved(plan, numbers, gradients) for plan, numbers in zip(known.plans, known.numbers, strict=True)]
             for item in moved:
@@ -211,7 +226,7 @@ class Matrixwise(Optimizer):
         key = tuple([(id(param), id(getattr(param, "_spec", None))) for param in params])
         if self._known.key != key:
             known = _known_of(key, self.param_groups)
-            if (self._wholes or self._layouts) and known.owners != self._known.owners:
+            if self._is_made and known.owners != self._known.owners:
                 raise MisuseRuntimeError(
                     "Matrixwise: the parameters were sharded otherwise after the first step, so matrices have other "
                     "owners: make a new Matrixwise, and load the state of this one into it. Nothing was changed"
@@ -223,13 +238,13 @@ class Matrixwise(Optimizer):
         """What can fail on this rank alone before a step: ``make`` is the user's."""
         known = self._plan()
         if not self._is_made:
-            self._make_own()
+            self._make_own([self.state.get(param, {}) for param in known.trained.params])
         return known
 
     # ---- The user's optimizers, at owners
 
-    def _make_own(self) -> None:
-        """Make the user's optimizers for all matrices that this rank owns."""
+    def _make_own(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Make the user's optimizers for all matrices that this rank owns, with the state that parameters have."""
         known, own, wholes = self._plan(), [list[nn.Parameter]() for _ in self.param_groups], {}
         for i, (param, count) in enumerate(zip(known.trained.params, known.counts, strict=True)):
             block_rows = self.param_groups[known.groups[i]]["block_rows"]
@@ -238,7 +253,13 @@ class Matrixwise(Optimizer):
                     wholes[i, k] = _stand_in(param, block_rows, known.device((i, k)))
                     own[known.groups[i]].append(wholes[i, k])
         self._optimizers = [self._made(params) if params else None for params in own]
-        self._wholes, self._is_made = wholes, True
+        self._wholes, self._layouts = wholes, {}
+        for i, entries in enumerate(states):
+            for k in range(known.counts[i]):
+                found = entries if known.counts[i] == 1 else entries.get(str(k))
+                if found:
+                    self._take((i, k), found)
+        self._is_made = True
 
     def _step_own(self) -> dict[_Number, list[_Leaf]]:
         """Step this rank's matrices. Return what their state then consists of."""
@@ -328,6 +349,11 @@ class Matrixwise(Optimizer):
             param = self._known.trained.params[i]
             is_one = self._known.counts[i] == 1
             self.state[param] = by_matrix["0"] if is_one else {**self.state.get(param, {}), **by_matrix}
+        if fresh:
+            leaves = chain.from_iterable(self._layouts.values())
+            numbers = {".".join(map(str, leaf.path)) for leaf in leaves if leaf.is_number}
+            for group in self.param_groups:
+                group[_STATE_NUMBERS] = tuple(sorted(numbers))
 
     def _placed(self, number: _Number, leaf: _Leaf, value: Any) -> Any:
         """How a value is shown. ``value``: the value itself at the owner, anything elsewhere."""
@@ -365,20 +391,29 @@ class Matrixwise(Optimizer):
         ``checkpoint.set_optimizer_state_dict``).
 
         Ranks: all ranks of the model."""
-        known = self._plan()
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for i, number in enumerate(numbers[: len(known.trained.params)]):
-            self._check_numbers(i, state_dict["state"].get(number, {}))
-        super().load_state_dict(state_dict)
-        self._is_made, self._wholes, self._layouts, self._shown = False, {}, {}, {}
-        self._make_own()
-        for i, number in enumerate(numbers):
-            given = state_dict["state"].get(number, {})  # not what torch has cast to the dtype of parameters
-            for k in range(known.counts[i]):
-                entries = given if known.counts[i] == 1 else given.get(str(k))
-                if entries:
-                    self._take((i, k), entries)
+        given: dict[str, Any] = {}
+        # After hooks of the user's.
+        hook = self.register_load_state_dict_pre_hook(lambda _, hooked: given.update(self._complete(hooked)))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        self._make_own(_states_in(given))  # not what torch has cast to the dtype of parameters
         self._show()
+
+    def _complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Give a state dict options that the user's optimizer does not have. Raise unless it fits."""
+        groups = state_dict["param_groups"] = [{_STATE_NUMBERS: (), **group} for group in state_dict["param_groups"]]
+        for group, own, names in zip(groups, self.param_groups, self._hyperparameters, strict=False):
+            group["block_rows"] = own["block_rows"]
+            if any([name not in group for name in names]):
+                raise MisuseError(
+                    f"Matrixwise.load_state_dict(): a parameter group has {', '.join(group)}: expected "
+                    f"{', '.join(names)}. Was it saved by another optimizer? Nothing was changed"
+                )
+        for i, state in enumerate(_states_in(state_dict)[: len(self._plan().trained.params)]):
+            self._check_numbers(i, state)
+        return state_dict
 
     def _check_numbers(self, i: int, given: Mapping[str, Any]) -> None:
         """Raise RuntimeError if the state of a parameter is of other matrices than it has here."""
@@ -394,15 +429,16 @@ class Matrixwise(Optimizer):
 
     def _take(self, number: _Number, entries: Mapping[str, Any]) -> None:
         """Take the state of one matrix."""
-        found = [*leaves_of(entries)]
-        layout = self._layouts[number] = [_described(path, leaf) for path, leaf in found]
-        values = [self._loaded(number, leaf) for _, leaf in found]
+        numbers = self.param_groups[self._known.groups[number[0]]].get(_STATE_NUMBERS, ())
+        found = [(path, leaf, ".".join(map(str, path)) in numbers) for path, leaf in leaves_of(entries)]
+        layout = self._layouts[number] = [_described(*item) for item in found]
+        values = [self._loaded(number, leaf, is_number) for _, leaf, is_number in found]
         if number in self._wholes:
             optimizer = self._optimizers[self._known.groups[number[0]]]
             assert optimizer is not None
             optimizer.state[self._wholes[number]] = _nested(layout, values)
 
-    def _loaded(self, number: _Number, leaf: Any) -> Any:
+    def _loaded(self, number: _Number, leaf: Any, is_number: bool) -> Any:
         """A value of the state of a matrix as its optimizer keeps it. Ranks: all that have the parameter."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -414,9 +450,7 @@ class Matrixwise(Optimizer):
         if number not in self._wholes:
             return None
         whole = whole.reshape(tuple(leaf.shape))
-        if not leaf.dim() and leaf.dtype in _NUMBERS:
-            return _NUMBERS[leaf.dtype](whole.item())
-        return whole.clone()  # the state dict may be another optimizer's
+        return whole.item() if is_number else whole.clone()  # the state dict may be another optimizer's
 
 
 # ---- Which matrices there are, and how they are moved
@@ -508,7 +542,7 @@ def _known_of(key: object, groups: Sequence[dict[str, Any]]) -> _Known:
             place = handle_of(param)
             handle = None if place is None else place[0]
             where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group), param.dtype
-            member = Member(param, group, shape_of(param, name_of(param), group["block_rows"]))
+            member = Member(param, number, shape_of(param, name_of(param), group["block_rows"]))
             positions.append((where, len(members.setdefault(where, (handle, []))[1])))
             members[where][1].append(member)
             known.groups.append(number)
@@ -626,11 +660,16 @@ def _no_memory(whole: torch.Tensor) -> torch.Tensor:
 # ---- Values in the state of a matrix
 
 
-def _described(path: Path, leaf: Any) -> _Leaf:
+def _states_in(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The state of each parameter."""
+    return [state_dict["state"].get(number, {}) for group in state_dict["param_groups"] for number in group["params"]]
+
+
+def _described(path: Path, leaf: Any, is_number: bool = False) -> _Leaf:
     if isinstance(leaf, torch.Tensor):
-        return _Leaf(path, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+        return _Leaf(path, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), is_number=is_number)
     if type(leaf) in _DTYPES:
-        return _Leaf(path, (), str(_DTYPES[type(leaf)]).removeprefix("torch."))
+        return _Leaf(path, (), str(_DTYPES[type(leaf)]).removeprefix("torch."), is_number=True)
     if leaf is None or type(leaf) is str:
         return _Leaf(path, value=leaf)
     raise MisuseTypeError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from .._torch import (
 )
 from ..comm import Label, noticing_loss
 from ..errors import MisuseError, MisuseTypeError
-from ..flat import FlatParamHandle, handle_of, local_of
+from ..flat import FlatParamHandle, handle_of, handle_of_segment, local_of
 from ..group import never_traced
 from ..ragged import note_write_of_all_ranks
 from .matrices import (
@@ -41,6 +41,7 @@ from .matrices import (
     name_of,
     own_part,
     refuse_block_rows,
+    refuse_other_part,
     shape_of,
 )
 from .matrix_report import MatricesReport, buckets_of, report_of
@@ -165,20 +166,35 @@ class Muon(Optimizer):
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "block_rows": block_rows, "algorithm": algorithm, "betas": (0.9, 0.999),
+            "block_rows": block_rows, "algorithm": algorithm,
         }  # fmt: skip
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict) and param_group.get("algorithm", self.defaults["algorithm"]) == _ADAMW:
             # Muon's defaults of the same names mean something else.
-            param_group = {"eps": 1e-8, "weight_decay": 0.01, **param_group}
+            param_group = {"eps": 1e-8, "weight_decay": 0.01, "betas": (0.9, 0.999), **param_group}
         super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        group = self.param_groups.pop()
+        _check_options(group)
+        _check_params(group)
+        self.param_groups.append(_usual(group))
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in ("_ns_dtype", "_bucket_bytes", "_over_replicas")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take copied or pickled state, or what torch has made of loaded state."""
+        groups = state["param_groups"]
+        for number, own in enumerate(self.__dict__.get("param_groups", ())):  # loaded, maybe from another optimizer
+            groups[number] = {"block_rows": own["block_rows"], **groups[number], "algorithm": own["algorithm"]}
+            _check_options(groups[number])
+            for param in own["params"]:
+                for name in _STATE[own["algorithm"]] if state["state"].get(param) else ():
+                    refuse_other_part("Muon.load_state_dict()", param, name, state["state"][param].get(name))
+        known = _Known((), Trained(), [])
+        super().__setstate__({**state, "param_groups": [*map(_usual, groups)], "_known": known})
 
     @torch.no_grad()
     @never_traced
@@ -201,7 +217,7 @@ class Muon(Optimizer):
                 changed.
         """
         head = f"ns_dtype={self._ns_dtype}, bucket_bytes={self._bucket_bytes}, over_replicas={self._over_replicas}"
-        loss, known, gradients = begin_step(self, closure, self._plan, [head], ("algorithm", "block_rows"))
+        loss, known, gradients = begin_step(self, closure, self._plan, [head], [*_OPTIONS])
         for plan in known.plans:
             self._step_muon(plan, gradients)
         for group in self.param_groups:
@@ -241,21 +257,29 @@ class Muon(Optimizer):
 
     def _plan(self) -> _Known:
         groups = self.param_groups
+        for group in groups:
+            _check_options(group)
         # Parameters that were moved or sharded anew have other specs.
-        key = tuple([(id(p), id(getattr(p, "_spec", None)), g["block_rows"]) for g in groups for p in g["params"]])
+        key = tuple(
+            [
+                (i, id(p), id(getattr(p, "_spec", None)), g["block_rows"])
+                for i, g in enumerate(groups)
+                for p in g["params"]
+            ]
+        )
         if self._known.key != key:
             self._known = self._planned(key)
         return self._known
 
     def _planned(self, key: object) -> _Known:
         members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             for param in group["params"] if group["algorithm"] == _MUON else ():
                 place = handle_of(param)
                 handle = None if place is None else place[0]
                 where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
                 shape = shape_of(param, name_of(param), group["block_rows"])
-                members.setdefault(where, (handle, []))[1].append(Member(param, group, shape))
+                members.setdefault(where, (handle, []))[1].append(Member(param, number, shape))
         plans = [
             Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
             for handle, found in members.values()
@@ -281,18 +305,18 @@ class Muon(Optimizer):
             stacks, coming = coming(), None  # which frees what has arrived, before the next bucket takes memory
             if number + 1 < len(buckets):
                 coming = begin(buckets[number + 1])
-            _compute(plan, bucket.exchange.owned, stacks)
+            _compute(plan, bucket.exchange.owned, stacks, self.param_groups)
             if leaving is not None:
-                _apply(plan, leaving())
+                _apply(plan, leaving(), self.param_groups)
                 leaving = None
             is_shared = plan.num_replicas > 1  # then other replicas get what this rank keeps
             if not is_shared:
-                _apply(plan, bucket.exchange.kept_of(stacks))
+                _apply(plan, bucket.exchange.kept_of(stacks), self.param_groups)
             arrive = bucket.exchange.scatter(stacks, *where, with_kept=is_shared)
             leaving = partial(_arrived, plan, bucket, arrive, label)
             del stacks, arrive
         assert leaving is not None
-        _apply(plan, leaving())
+        _apply(plan, leaving(), self.param_groups)
         note_write_of_all_ranks([member.param for member in plan.members if member.param.grad is not None])
 
     def _update(self, plan: Plan, bucket: Bucket, gradients: Gradients) -> dict[int, torch.Tensor]:
@@ -300,10 +324,10 @@ class Muon(Optimizer):
         orthogonalized, by parameter, 1-D, in ``ns_dtype``."""
         by_group: dict[int, list[tuple[int, int, int]]] = {}
         for place in bucket.slices:
-            by_group.setdefault(id(plan.members[place[0]].group), []).append(place)
+            by_group.setdefault(plan.members[place[0]].group, []).append(place)
         updates, most = {}, plan.most_together
-        for places in by_group.values():
-            group = plan.members[places[0][0]].group
+        for number, places in by_group.items():
+            group = self.param_groups[number]
             grads, buffers = [], []
             for i, start, numel in places:
                 param = plan.members[i].param
@@ -444,29 +468,77 @@ def _adjusted(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> floa
     return lr * sqrt(max(1, rows / cols))
 
 
-def _check_group(group: Mapping[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise MisuseError(f"Muon(lr=...): expected a number, got a tensor of shape {tuple(lr.shape)}")
-    if group["algorithm"] not in (_MUON, _ADAMW):
-        raise MisuseError(f"Muon(algorithm={group['algorithm']!r}): expected {_MUON!r} or {_ADAMW!r}")
-    for name in ("lr", "momentum", "weight_decay", "eps"):
-        if not group[name] >= 0:
-            raise MisuseError(f"Muon({name}={group[name]}): expected a number >= 0")
-    if group["adjust_lr_fn"] not in (None, *_ADJUSTMENTS):
-        raise MisuseError(f"Muon(adjust_lr_fn={group['adjust_lr_fn']!r}): expected one of {_ADJUSTMENTS}, or None")
-    if not 0 <= group["ns_steps"] < 100 or len(group["ns_coefficients"]) != 3:
-        raise MisuseError(
-            f"Muon(ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}): expected a number of "
-            "steps below 100, and three coefficients"
-        )
-    for param in group["params"]:
-        if group["algorithm"] == _ADAMW:
-            continue
-        if param.dim() < 2 or param.is_complex():
+class _AdamWGroup(dict[str, Any]):
+    """A parameter group for AdamW. Schedulers that cycle ``momentum`` do it in all groups of an optimizer: in this one
+    they cycle the first of ``betas``, as with ``torch.optim.AdamW``."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "momentum":
+            key, value = "betas", (value, *self["betas"][1:])
+        super().__setitem__(key, value)
+
+
+def _usual(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group of the class of its algorithm, without what only the other one has."""
+    is_adamw = group["algorithm"] == _ADAMW
+    group.pop("momentum" if is_adamw else "betas", None)
+    return _AdamWGroup(group) if is_adamw else group
+
+
+def _are_numbers(values: Any, count: int, least: float = 0.0) -> bool:
+    values = [*values] if isinstance(values, (tuple, list)) else [values]
+    return len(values) == count and all(
+        [isinstance(v, (int, float)) and type(v) is not bool and v >= least for v in values]
+    )
+
+
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "algorithm": (lambda value: value in (_MUON, _ADAMW), f"{_MUON!r} or {_ADAMW!r}"),
+    "block_rows": (
+        lambda value: value is None or (type(value) is int and value > 0),
+        "a number of rows, or None",
+    ),
+    "lr": (lambda value: _are_numbers(value, 1), "a number >= 0, or a tensor with one"),
+    "weight_decay": (lambda value: _are_numbers(value, 1), "a number >= 0"),
+    "eps": (lambda value: _are_numbers(value, 1), "a number >= 0"),
+    "betas": (lambda value: _are_numbers(value, 2) and max(value) < 1, "two numbers from 0 to below 1"),
+    "momentum": (lambda value: _are_numbers(value, 1) and value <= 1, "a number from 0 to 1"),
+    "nesterov": (lambda value: type(value) is bool, "True or False"),
+    "ns_coefficients": (lambda value: _are_numbers(value, 3, -inf), "three numbers"),
+    "ns_steps": (lambda value: type(value) is int and 0 <= value < 100, "a number of steps below 100"),
+    "adjust_lr_fn": (lambda value: value in (None, *_ADJUSTMENTS), f"one of {_ADJUSTMENTS}, or None"),
+}
+"""The options of parameter groups: a check, and what it expects."""
+_NAMES = {_ADAMW: [*_OPTIONS][:6], _MUON: [name for name in _OPTIONS if name != "betas"]}
+_STATE = {_ADAMW: ("exp_avg", "exp_avg_sq", "step"), _MUON: ("momentum_buffer",)}
+_UNKNOWN = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    for name in _NAMES.get(group["algorithm"], _OPTIONS):
+        is_valid, expected = _OPTIONS[name]
+        if name not in group:
             raise MisuseError(
-                f"Muon: {name_of(param)} of shape {tuple(param.shape)}, {param.dtype}, is no real matrix: put it into "
-                'a parameter group with algorithm="adamw" (muon_groups() makes both groups)'
+                f"Muon: a parameter group with algorithm={group['algorithm']!r} has no {name}: expected {expected}. "
+                "Was it saved by another optimizer, or its algorithm changed later? Nothing was changed"
+            )
+        value = group[name]
+        value = value.item() if name == "lr" and isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not is_valid(value):
+            raise MisuseError(f"Muon({name}={value!r}): expected {expected}")
+    for name in _UNKNOWN:
+        if group.get(name):
+            raise MisuseError(f"Muon({name}={group[name]!r}): Muon does not have this option of other optimizers")
+
+
+def _check_params(group: Mapping[str, Any]) -> None:
+    for param in group["params"] if group["algorithm"] == _MUON else ():
+        if param.dim() < 2 or param.is_complex():
+            remedy = 'put it into a parameter group with algorithm="adamw" (muon_groups() makes both groups)'
+            if handle_of_segment(param) is not None:
+                remedy = "a flat view has none. Give Muon the sharded parameters themselves: Muon(muon_groups(model))"
+            raise MisuseError(
+                f"Muon: {name_of(param)} of shape {tuple(param.shape)}, {param.dtype}, is no real matrix: {remedy}"
             )
         if is_wrapper(param) and not isinstance(param, DTensor):
             raise MisuseError(f"Muon: {name_of(param)} is a {type(param).__name__}, which is no plain matrix")
@@ -474,11 +546,11 @@ def _check_group(group: Mapping[str, Any]) -> None:
             refuse_block_rows(name_of(param), param.shape[-2], group["block_rows"])
 
 
-def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor]) -> None:
+def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor], groups: Sequence[Any]) -> None:
     """Orthogonalize the stacks that this rank owns, in place."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for stack, content in zip(owned, stacks, strict=True):
-        group, shape = plan.members[stack.param].group, plan.members[stack.param].shape
+        group, shape = groups[plan.members[stack.param].group], plan.members[stack.param].shape
         how = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
         if shape.spec is not None:
             content.copy_(_compute_cut(plan.members[stack.param], content, how))
@@ -539,7 +611,7 @@ def _arrived(
     return [(param, start, piece) for (param, start, _), piece in zip(everything, pieces, strict=True)]
 
 
-def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]], groups: Sequence[Mapping[str, Any]]) -> None:
     """Write results to this rank's parts of the parameters."""
     alike: dict[tuple[int, float, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     flats: dict[int, torch.Tensor] = {}
@@ -547,18 +619,17 @@ def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]]) -> None:
         if not part.numel():
             continue
         member = plan.members[i]
-        local, group = local_of(member.param), member.group
+        local, group = local_of(member.param), groups[member.group]
         if i not in flats:
             flats[i] = local.reshape(-1)  # of a plain parameter with other strides, a copy
         target = flats[i][start : start + part.numel()]
         rate = _adjusted(float(group["lr"]), group["adjust_lr_fn"], member.shape.rows, member.shape.cols)
-        targets, updates = alike.setdefault((id(group), rate, local.dtype), ([], []))
+        targets, updates = alike.setdefault((member.group, rate, local.dtype), ([], []))
         part = part.to(local.device)
         # On the CPU torch (2.13) converts all of a tensor before it adds it to one of another dtype.
         most = plan.most_together if part.dtype != local.dtype else part.numel()
         targets += target.split(most)
         updates += part.split(most)
-    groups = {id(member.group): member.group for member in plan.members}
     for (number, rate, _), (targets, updates) in alike.items():
         decay = 1 - float(groups[number]["lr"]) * groups[number]["weight_decay"]
         if targets[0].dtype.itemsize >= 4:

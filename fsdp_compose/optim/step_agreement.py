@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
@@ -37,27 +36,30 @@ class Trained:
 
     Attributes:
         params: of all parameter groups.
-        shared: those that ranks train together, sharded ones and flat views, with their parameter groups.
+        shared: those that ranks train together, sharded ones and flat views, each with its place in ``groups``.
+        groups: the numbers of the parameter groups that have any of these. Others are each rank's own.
         handles: of each mesh, a flat parameter.
         digest: of what this rank trains. Made at the first step, since parameters get other names at a first forward.
     """
 
     params: list[torch.Tensor] = field(default_factory=list)
-    shared: list[tuple[torch.Tensor, Mapping[str, Any]]] = field(default_factory=list)
+    shared: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
     handles: list[FlatParamHandle] = field(default_factory=list)
     digest: bytes = b""
 
     @staticmethod
     def by(groups: Sequence[Mapping[str, Any]]) -> Trained:
         trained, by_mesh = Trained(), dict[int, FlatParamHandle]()
-        for group in groups:
+        for number, group in enumerate(groups):
             for param in group["params"]:
                 place = handle_of(param)
                 handle = handle_of_segment(param) if place is None else place[0]
                 trained.params.append(param)
                 if handle is not None:
                     by_mesh.setdefault(id(handle.mesh), handle)
-                    trained.shared.append((param, group))
+                    trained.groups += [] if number in trained.groups else [number]
+                    trained.shared.append((param, len(trained.groups) - 1))
         trained.handles += by_mesh.values()
         return trained
 
@@ -98,7 +100,7 @@ def begin_step(
             reduced, or is not sharded like its parameter.
     """
     name, loss, known, gradients, error = type(optimizer).__name__, None, None, Gradients(), None
-    trained, digest = Trained(), b""
+    trained, digest, agreed = Trained(), b"", [*head]
     try:
         if closure is not None:
             with torch.enable_grad():
@@ -108,26 +110,39 @@ def begin_step(
         refuse_unreduced(f"{name}.step()", trained.params)
         gradients = {id(p): local_gradient(name, p) for p in trained.params if p.grad is not None}
         if trained.peers():
-            trained.digest = (
-                trained.digest or blake2b("\n".join(_lines(trained, head, options, False)).encode()).digest()
-            )
-            digest = trained.digest + bytes([param.grad is not None for param, _ in trained.shared])
+            agreed += _options_of(trained, optimizer.param_groups, options)
+            trained.digest = trained.digest or blake2b("\n".join(_lines(trained, False)).encode()).digest()
+            present = bytes([param.grad is not None for param, _ in trained.shared])
+            digest = b"".join([trained.digest, present, "\n".join(agreed).encode()])
     except Exception as caught:  # the others wait for this rank: they are told
         error, trained = caught, trained if trained.params else Trained.by(optimizer.param_groups)
-    agree_on_step(f"{name}.step()", trained.peers(), digest, partial(_lines, trained, head, options), error)
+    agree_on_step(f"{name}.step()", trained.peers(), digest, lambda: [*agreed, *_lines(trained)], error)
     assert known is not None, "agree_on_step() raises the error"
     return loss, known, gradients
 
 
-def _lines(trained: Trained, head: Sequence[str], options: Sequence[str], with_gradients: bool = True) -> Sequence[str]:
+def _options_of(trained: Trained, groups: Sequence[Mapping[str, Any]], options: Sequence[str]) -> list[str]:
+    def plain(value: Any) -> str:  # the same on every rank that has it
+        value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(map(plain, value))})"
+        return repr(value) if value is None or isinstance(value, (int, float, str)) else type(value).__name__
+
+    shared = [groups[number] for number in trained.groups]
+    return [
+        f"{name}={plain(g[name])} in parameter group {i}" for i, g in enumerate(shared) for name in options if name in g
+    ]
+
+
+def _lines(trained: Trained, with_gradients: bool = True) -> Sequence[str]:
     """What this rank trains, in words."""
-    lines = [*head]
+    lines = []
     for param, group in trained.shared:
         view = handle_of_segment(param)  # may have another shape on each rank
         line = f"{name_of(param)} of shape {tuple(param.shape)}"
         if view is not None:
             line = f"a flat view in the group of {view.name_of(0)}"
-        line = ", ".join([line, *[f"{name}={group[name]!r}" for name in options]])
+        line += f", in parameter group {group}"
         lines.append(f"{line}, {_WITHOUT if param.grad is None else _WITH}" if with_gradients else line)
     return lines
 

@@ -147,7 +147,14 @@ def test_what_fails_on_one_rank_before_a_step_is_told_to_all(what):
     assert_bits(params[:4], expected(SHAPES[:4], 2, lr=0.02))
 
 
-@pytest.mark.parametrize("option", [{"block_rows": 1}, {"ns_dtype": torch.float32}, {"over_replicas": True}], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"block_rows": 1}, {"ns_dtype": torch.float32}, {"over_replicas": True}, {"ns_steps": 3}, {"nesterov": False},
+        {"lr": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
 @distributed(world_size=2)
 def test_options_that_differ(option):
     model = fully_shard(Parameters(SHAPES))
@@ -159,6 +166,22 @@ def test_options_that_differ(option):
         optimizer.step()
     assert next(iter(option)) in same_on_every_rank(str(caught.value))
     assert_unchanged(params, optimizer, before)
+
+
+@pytest.mark.parametrize("option", [{"lr": 0.5}, {"ns_steps": 3}, {"betas": (0.5, 0.5)}], ids=str)
+@distributed(world_size=2)
+def test_options_that_differ_later(option):
+    params, optimizer = made()
+    before, ((name, value),) = held(params, optimizer), option.items()
+    group = optimizer.param_groups[name == "betas"]
+    kept = group[name]
+    group[name] = value if dist.get_rank() else kept
+    with pytest.raises(RanksDifferError, match=rf"rank 0 has {name}=.* in parameter group [01], rank 1 has {name}="):
+        optimizer.step()
+    assert_unchanged(params, optimizer, before)
+    group[name] = kept
+    optimizer.step()
+    assert_bits(params[:4], expected(SHAPES[:4], 2, lr=0.02))
 
 
 @distributed(world_size=2)
