@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from .._arguments import checked
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import Granule, handle_of, handle_of_segment, local_of
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, RunLengths
@@ -49,6 +50,7 @@ def num_blocks(numel: int, block: int) -> int:
     return -(-numel // block)
 
 
+@checked()
 def zeros_per_block(param: torch.Tensor, block: int = 256, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return zeros for the state of a block-wise optimizer: one number for each block of a parameter, sharded like the
     parameter, so that checkpoints have it for any number of ranks.
@@ -141,6 +143,7 @@ def _name(param: torch.Tensor) -> str:
     return f"a parameter of shape {tuple(param.shape)}" if place is None else place[0].name_of(place[1])
 
 
+@checked(budget="a number (is it called, as in granularity=whole_matrices()?)")
 def whole_matrices(budget: float = 0.05, num_ranks: int | None = None) -> Callable[[str, nn.Parameter], Granule | None]:
     """Return a ``granularity`` that leaves each matrix of a stack (experts, say) whole on one rank, where that costs
     little padding; ``Muon`` and ``Matrixwise`` then move nothing of them.

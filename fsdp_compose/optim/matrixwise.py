@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim.optimizer import Optimizer
 
+from .._arguments import checked
 from .._torch import is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, handle_of, local_of
@@ -68,6 +69,7 @@ class _Leaf(NamedTuple):
     is_number: bool = False
 
 
+@checked(make="a function from parameters to an optimizer")
 class Matrixwise(Optimizer):
     """Trains sharded parameters with an optimizer for plain ones, unmodified: Shampoo, SOAP, Adafactor, any that needs
     each matrix as a whole. Given equal gradients, with the bits of that optimizer on whole matrices in one process.
@@ -115,8 +117,6 @@ class Matrixwise(Optimizer):
         make: Callable[[list[nn.Parameter]], Optimizer],
         block_rows: int | None = None,
     ) -> None:
-        if not callable(make):
-            raise MisuseTypeError(f"Matrixwise(make={make!r}): expected a function from parameters to an optimizer")
         self._make = make
         self._classes: list[str] = []  # of each parameter group, of what ``make`` gave
         self._hyperparameters: list[list[str]] = []  # of each parameter group, the names of those that ``make`` gave

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
+from .._arguments import checked, size_of
 from .._torch import (
     foreach_add_,
     foreach_copy_,
@@ -26,7 +27,7 @@ from .._torch import (
     is_wrapper,
 )
 from ..comm import Label, noticing_loss
-from ..errors import MisuseError, MisuseTypeError
+from ..errors import MisuseError
 from ..flat import FlatParamHandle, handle_of, handle_of_segment, local_of
 from ..group import never_traced
 from ..ragged import note_write_of_all_ranks
@@ -100,6 +101,7 @@ class _Known(NamedTuple):
     plans: list[Plan]
 
 
+@checked()
 class Muon(Optimizer):
     """Muon (https://kellerjordan.github.io/posts/muon/) with the arguments and defaults of ``torch.optim.Muon``, for
     sharded parameters; given equal gradients, with the same result as on whole matrices in one process.
@@ -124,14 +126,15 @@ class Muon(Optimizer):
             parameter groups.
         ns_dtype: dtype of the iterations, and of what travels. In bfloat16, rounding amplifies differences between
             summation orders of gradients.
-        bucket_bytes: bytes of the matrices that travel together; at least one matrix does. One bucket arrives, one is
+        bucket_bytes: size of the matrices that travel together; at least one matrix does. One bucket arrives, one is
             computed, one returns: together they take at most four times as much memory, and a few times the largest
             matrix.
         over_replicas: with hybrid sharding or ``replicate()``, let each replica orthogonalize some of the matrices and
             gather the results, instead of all of them.
 
     Raises:
-        ValueError: an argument is out of range, or a parameter of a Muon group is no matrix.
+        ValueError: an argument or an option is out of range or of another type, or not known to Muon (``amsgrad``,
+            ``fused``), or a parameter of a Muon group is no matrix. Steps and loading check options, too.
 
     Example::
 
@@ -153,15 +156,13 @@ class Muon(Optimizer):
         algorithm: str = _MUON,
         block_rows: int | None = None,
         ns_dtype: torch.dtype = torch.bfloat16,
-        bucket_bytes: int = 256 << 20,
+        bucket_bytes: int | str = 256 << 20,
         over_replicas: bool = False,
     ) -> None:
-        if not ns_dtype.is_floating_point or bucket_bytes < 1:
-            raise MisuseError(
-                f"Muon(ns_dtype={ns_dtype}, bucket_bytes={bucket_bytes}): expected a floating-point dtype, and a "
-                "number of bytes above 0"
-            )
-        self._ns_dtype, self._bucket_bytes, self._over_replicas = ns_dtype, bucket_bytes, over_replicas
+        if not ns_dtype.is_floating_point:
+            raise MisuseError(f"Muon(ns_dtype={ns_dtype}): expected a floating-point dtype")
+        self._ns_dtype, self._over_replicas = ns_dtype, over_replicas
+        self._bucket_bytes = size_of(bucket_bytes, "Muon(bucket_bytes={})")
         self._known = _Known((), Trained(), [])
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
@@ -360,6 +361,7 @@ class Muon(Optimizer):
 # ---- The usual parameter groups
 
 
+@checked(where="a function from (FQN, parameter) to a bool")
 def muon_groups(
     model: nn.Module,
     where: Callable[[str, nn.Parameter], bool] | None = None,
@@ -384,13 +386,9 @@ def muon_groups(
         The groups that have parameters, each with its ``param_names``.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``where`` is not callable.
+        TypeError: an argument has another type.
         ValueError: ``where`` chooses a parameter with fewer than two dimensions.
     """
-    if not isinstance(model, nn.Module):
-        raise MisuseTypeError(f"muon_groups(): expected an nn.Module, got {type(model).__name__}")
-    if where is not None and not callable(where):
-        raise MisuseTypeError(f"muon_groups(where={where!r}): expected a function from (FQN, parameter) to a bool")
     others = _ends_of(model)
     groups: dict[str, dict[str, Any]] = {
         name: {**(options or {}), "params": [], "param_names": [], "algorithm": name}
