@@ -404,15 +404,15 @@ class Matrixwise(Optimizer):
     def _complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Give a state dict options that the user's optimizer does not have. Raise unless it fits."""
         groups = state_dict["param_groups"] = [{_STATE_NUMBERS: (), **group} for group in state_dict["param_groups"]]
-        for group, own, names in zip(groups, self.param_groups, self._hyperparameters, strict=False):
-            group["block_rows"] = own["block_rows"]
-            if any([name not in group for name in names]):
-                raise MisuseError(
-                    f"Matrixwise.load_state_dict(): a parameter group has {', '.join(group)}: expected "
-                    f"{', '.join(names)}. Was it saved by another optimizer? Nothing was changed"
-                )
         for i, state in enumerate(_states_in(state_dict)[: len(self._plan().trained.params)]):
             self._check_numbers(i, state)
+        for group, own, names in zip(groups, self.param_groups, self._hyperparameters, strict=False):
+            group["block_rows"] = own["block_rows"]
+            if missing := [name for name in names if name not in group]:
+                raise MisuseError(
+                    f"Matrixwise.load_state_dict(): a parameter group has no {', '.join(missing)}, which the optimizer "
+                    "that make() returns has. Was it saved by another optimizer? Nothing was changed"
+                )
         return state_dict
 
     def _check_numbers(self, i: int, given: Mapping[str, Any]) -> None:

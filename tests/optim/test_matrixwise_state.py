@@ -190,7 +190,7 @@ def test_state_of_another_optimizer_is_refused():
     model, optimizer = trained(MAKES["AdamW"], 1)
     other = Matrixwise(model.items, lambda params: torch.optim.SGD(params, lr=0.1)).state_dict()
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(MisuseError, match=r"a parameter group has .*momentum.*: expected .*betas.*Nothing was changed"):
+    with pytest.raises(MisuseError, match=r"a parameter group has no betas, eps.* Nothing was changed"):
         optimizer.load_state_dict(other)
     assert str(optimizer.state_dict()) == str(before)
     step(model.items, optimizer, 1)
