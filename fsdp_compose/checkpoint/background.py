@@ -34,7 +34,7 @@ from .._arguments import checked
 from ..comm import kept_for
 from ..errors import MisuseRuntimeError
 from .agreement import ask_all, attempt_together, has_peers, is_first
-from .folders import local_folder, meeting_of
+from .folders import hold_lock, local_folder, meeting_of
 from .gathering import says_what_it_holds
 from .planner import SavePlanner, with_string_keys
 from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state
@@ -46,7 +46,6 @@ from .writer import (
     Place,
     Request,
     error_of,
-    hold_lock,
     map_memory,
     outcome_of,
     receive,
@@ -346,7 +345,7 @@ def _plan_together(
     plans: list[Any] = [plan]
     if has_peers(group):
         plans = [None] * group.size()
-        with completing(group, CALL):
+        with completing(group, CALL, begun.folder):
             dist.gather_object(plan, plans if is_first(group) else None, group=group, group_dst=0)
 
     def compare() -> tuple[list[SavePlan], Metadata] | None:
@@ -359,7 +358,7 @@ def _plan_together(
     final, metadata = made or (None, None)
     if has_peers(group):
         mine: list[Any] = [None]
-        with completing(group, CALL):
+        with completing(group, CALL, begun.folder):
             dist.scatter_object_list(mine, final, group=group, group_src=0)
         return planner.finish_plan(mine[0]), metadata
     assert final is not None

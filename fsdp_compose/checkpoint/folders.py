@@ -20,6 +20,7 @@ gone or the name taken."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import math
@@ -28,14 +29,14 @@ import pickle
 import re
 import shutil
 import sys
+import time
 import uuid
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import add, le
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -47,10 +48,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from typing_extensions import Buffer
 
 from .._torch import StorageInfo
 from ..errors import CheckpointDamagedError, MisuseError, MisuseRuntimeError
 from .agreement import problem_text
+
+try:
+    from isal.isal_zlib import crc32  # the same checksum, faster
+except ImportError:
+    from zlib import crc32
 
 # ---- Reading a folder's manifest and metadata without running code, even if an attacker wrote them.
 #
@@ -67,12 +74,23 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 NUMBERS = "integer_keys"
 """Key in the manifest: the paths of dicts with integer keys."""
+SAVED = "saved"
+"""Key in the manifest: which save it was, a ``Saved``."""
 
 _CHECKSUM = "checksum"  # key in the manifest: its own checksum
 _MARK = "fsdp_compose-"  # prefix of the save id in the metadata of our checkpoints
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # indexed by torch's numbers
 _TORCHS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+
+
+class Saved(NamedTuple):
+    """Which save made a checkpoint, also if it is copied or renamed: a text that checkpoints have in common which were
+    saved beside each other, a number above theirs (the time in ns, if that is more), and the folder's name."""
+
+    run: str
+    number: int
+    name: str
 
 
 @dataclass(frozen=True)
@@ -83,6 +101,7 @@ class Contents:
         files: size and checksum by name; for checkpoints that torch wrote, the minimum size and no checksum.
         numbers: paths of dicts with integer keys.
         is_verifiable: whether there is a manifest.
+        saved: ``None``: torch wrote it, or an earlier version.
     """
 
     folder: Path
@@ -90,6 +109,7 @@ class Contents:
     files: dict[str, tuple[int, int | None]]
     numbers: frozenset[tuple[Any, ...]] = field(default_factory=frozenset)
     is_verifiable: bool = True
+    saved: Saved | None = None
 
 
 class WouldRunCode(ValueError):
@@ -121,7 +141,7 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
         ValueError: they are invalid, or refer to files outside of the folder.
     """
     manifest = _read_manifest(lists[MANIFEST]) if MANIFEST in lists else None
-    listed, numbers = manifest or ({}, frozenset())
+    listed, numbers, saved = manifest or ({}, frozenset(), None)
     metadata = _read_metadata(lists[METADATA], listed.get(METADATA), allow_pickle)
     needed = _least_sizes(metadata)
     files: dict[str, tuple[int, int | None]] = {**listed}
@@ -137,7 +157,7 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
         _require(size <= files[name][0], f"{METADATA} refers to data beyond the end of {name}")
     for name in (*files, METADATA):
         _require_inside(folder, name)
-    return Contents(folder, metadata, files, numbers, is_verifiable=manifest is not None)
+    return Contents(folder, metadata, files, numbers, manifest is not None, saved)
 
 
 # ---- the manifest
@@ -151,20 +171,31 @@ def as_text(manifest: Mapping[str, Any]) -> str:
 def _checksum_of(manifest: Mapping[str, Any]) -> int:
     """Return the checksum of everything in the manifest except the checksum itself."""
     rest = {key: value for key, value in manifest.items() if key != _CHECKSUM}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+    return crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def _read_manifest(content: bytes) -> tuple[dict[str, tuple[int, int]], frozenset[tuple[Any, ...]]]:
-    """Return size and checksum of the files, and the paths of dicts with integer keys."""
+def _read_manifest(content: bytes) -> tuple[dict[str, tuple[int, int]], frozenset[tuple[Any, ...]], Saved | None]:
+    """Return size and checksum of the files, the paths of dicts with integer keys, and which save it was."""
     try:
         listed = json.loads(content.decode())
         # Manifests of earlier versions have no checksum. (A damaged key "checksum" fails the first check.)
-        _require(listed.keys() <= {"files", NUMBERS, _CHECKSUM}, "it has unknown keys")
+        _require(listed.keys() <= {"files", NUMBERS, SAVED, _CHECKSUM}, "it has unknown keys")
         _require(listed.get(_CHECKSUM, _checksum_of(listed)) == _checksum_of(listed), "its checksum differs")
         files = {str(name): (int(size), int(total)) for name, (size, total) in listed["files"].items()}
-        return files, frozenset(_path(path) for path in listed.get(NUMBERS, ()))
+        saved = Saved(*listed[SAVED]) if SAVED in listed else None
+        _require(saved is None or [*map(type, saved)] == [str, int, str], f"{saved} is no save")
+        return files, frozenset(_path(path) for path in listed.get(NUMBERS, ())), saved
     except Exception as error:  # damaged JSON may raise anything
         raise ValueError(f"{MANIFEST} is not as it was written: {problem_text(error)}") from error
+
+
+def next_save(folder: Path) -> Saved:
+    """Return which save the one to ``folder`` is: it comes after all that are beside it."""
+    newest = Saved(uuid.uuid4().hex, 0, "")
+    for path in folder.parent.glob(f"*/{MANIFEST}"):
+        with contextlib.suppress(OSError, ValueError):
+            newest = max(newest, _read_manifest(path.read_bytes())[2] or newest, key=lambda saved: saved.number)
+    return Saved(newest.run, max(newest.number + 1, time.time_ns()), folder.name)
 
 
 def _path(path: Any) -> tuple[Any, ...]:
@@ -192,7 +223,7 @@ def _require_inside(folder: Path, name: Any) -> None:
 
 def _read_metadata(content: bytes, listed: tuple[int, int] | None, allow_pickle: bool) -> Metadata:
     """``listed``: size and checksum, if they are known."""
-    if listed not in (None, (len(content), zlib.crc32(content))):
+    if listed not in (None, (len(content), crc32(content))):
         raise ValueError(f"{METADATA} is not as it was written: its size or its checksum differs")
     try:
         return _checked(_Unpickler(io.BytesIO(content)).load())
@@ -338,7 +369,7 @@ def _least_sizes(metadata: Metadata) -> dict[str, int]:
 
 
 _BLOCK = 16 * 2**20
-_UNFINISHED = ".unfinished"  # in the partial folders of earlier versions, which held the files themselves
+UNFINISHED = ".unfinished"  # in the partial folders of earlier versions, which held the files themselves
 _TOKEN = re.compile(r"(save|meet|dead)-[0-9a-f]{32}")
 
 
@@ -375,7 +406,7 @@ def begin_folder(folder: Path, token: str) -> None:
         )
     partial = partial_of(folder)
     if partial.exists():
-        if not (partial / _UNFINISHED).exists() and not all(map(_is_ours, partial.iterdir())):
+        if not (partial / UNFINISHED).exists() and not all(map(_is_ours, partial.iterdir())):
             raise MisuseRuntimeError(
                 f"{partial}, where {folder.name} is written first, exists and is not an interrupted save: move it away"
             )
@@ -387,10 +418,60 @@ def _is_ours(path: Path) -> bool:
     return _TOKEN.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
+def sweep(folder: Path) -> None:
+    """Delete what saves and deletions below ``folder`` have left that were killed: nobody can be writing there."""
+    for partial in folder.glob("*.partial"):
+        with contextlib.suppress(OSError):  # another rank sweeps too
+            found = [path for path in partial.iterdir() if _is_ours(path)]
+            ended = {path.name[-32:] for path in found if path.name.startswith("meet-") and _have_all_ended(path)}
+            for path in sorted(found, reverse=True):  # the files before the locks, which tell that their save has ended
+                if path.name.startswith("dead-") or path.name[-32:] in ended:
+                    shutil.rmtree(path, ignore_errors=True)
+            if found:  # else a save may be about to begin
+                partial.rmdir()
+
+
+def _have_all_ended(meeting: Path) -> bool:
+    """Whether all ranks that wrote have ended, as their locks tell."""
+    locks = [*meeting.glob("*.lock")]
+    return bool(locks) and all(is_lock_held(lock) is False for lock in locks)
+
+
+def hold_lock(path: Path) -> int:
+    """Make a file and lock it. Return its descriptor: the lock is held until all processes that have it are gone, or
+    have closed it."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for those that look whether it is held
+    return descriptor
+
+
+def is_held(descriptor: int) -> bool | None:
+    """Whether somebody holds the lock of a file, opened anew; ``None`` on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def is_lock_held(path: Path) -> bool | None:
+    """The same of a file that may not exist (``None``)."""
+    try:
+        with path.open("rb") as lock:
+            return is_held(lock.fileno())
+    except OSError:
+        return None
+
+
 def _throw_away(partial: Path) -> None:
     """Empty the folder of an interrupted save."""
     # The marker of earlier versions comes last: until then it distinguishes the folder from a user's.
-    found = sorted(partial.iterdir(), key=lambda path: path.name == _UNFINISHED)
+    found = sorted(partial.iterdir(), key=lambda path: path.name == UNFINISHED)
     for path in found:
         if _is_ours(path):
             # Rename it first: another job may be writing to it, and would keep writing while it is deleted.
@@ -490,8 +571,21 @@ def checksum(path: Path) -> int:
     total = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            total = zlib.crc32(block, total)
+            total = crc32(block, total)
     return total
+
+
+class SummedFile(io.BufferedWriter):
+    """A new file whose size and checksum (``entry``) are computed while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.entry = [0, 0]
+
+    def write(self, data: Buffer, /) -> int:
+        self.entry[0] += memoryview(data).nbytes
+        self.entry[1] = crc32(data, self.entry[1])
+        return super().write(data)
 
 
 _OTHER_LOADERS = (
@@ -563,9 +657,11 @@ def refuse_damage(contents: Contents, part: int, num_parts: int) -> None:
             raise CheckpointDamagedError(found)
 
 
-def has_all_files(contents: Contents) -> bool:
-    """Whether all files are there, with the sizes that they were written with."""
-    return not any(_size_problem(contents.folder / name, *of) for name, of in contents.files.items())
+def refuse_missing_files(contents: Contents) -> None:
+    """Raise CheckpointDamagedError unless all files are there, with the sizes that they were written with."""
+    for name, of in contents.files.items():
+        if found := _size_problem(contents.folder / name, *of):
+            raise CheckpointDamagedError(found)
 
 
 def _damage_of(path: Path, size: int, total: int | None) -> str:

@@ -142,6 +142,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         try:
             return super().create_local_plan()
+        except ValueError as error:  # another shape, or no tensor
+            raise MisuseError(f"{error}. Build the model and its optimizer as they were saved") from error
         except RuntimeError as error:
             assert self.metadata is not None
             saved = self.metadata.state_dict_metadata
@@ -475,6 +477,11 @@ _KINDS = {
 
 def keys_of(values: Mapping[str, Any]) -> list[str]:
     """Return the keys of ``flattened`` values, with the kinds of the values."""
+    for key, value in values.items():
+        is_plain = isinstance(value, torch.Tensor) and is_whole(value)
+        if is_plain and (value.layout != torch.strided or value.is_nested or value.is_meta):
+            kind = "nested" if value.is_nested else "on the meta device" if value.is_meta else value.layout
+            raise MisuseError(f"{key} is a tensor that files cannot hold ({kind}): save its parts or its to_dense()")
     return [f"{is_whole(value)} {isinstance(value, torch.Tensor)} {key}" for key, value in values.items()]
 
 
@@ -510,6 +517,7 @@ def owner_of(key: str, num_ranks: int) -> int:
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Present part of a storage as a storage of its own, which keeps the original alive."""
+    tensor = tensor.resolve_conj().resolve_neg()  # which are views that bytes do not show
     is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
     if not is_part or not tensor.nbytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
         return tensor

@@ -6,17 +6,19 @@ Loading reads values before tensors, and no value can run code. ``folders`` defi
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.optimizer import Optimizer
+from torch.utils.serialization import config as serialization
 
 from .._arguments import checked
 from .._import_checks import is_untested
@@ -48,16 +51,22 @@ from .folders import (
     MANIFEST,
     METADATA,
     NUMBERS,
+    SAVED,
     Contents,
     Lists,
+    SummedFile,
     abandon_folder,
     as_text,
     begin_folder,
+    end_meeting,
     entries,
     finish_folder,
+    hold_lock,
     local_folder,
     mark,
+    meeting_of,
     new_token,
+    next_save,
     partial_of,
     read_lists,
     refuse_damage,
@@ -91,6 +100,13 @@ from .values import for_rank, is_beside, read_value, refuse_unreadable, save_for
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # matches torch's error about a value that it refuses to unpickle
 
 
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ". Make room on its disk, or save to another one"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ". Give a folder that this process may write to"),
+    errno.ENAMETOOLONG: ". Give the folder a name of at most 240 bytes",
+}
+
+
 class Told(RuntimeError):
     """An error as text, which can always be sent to the other ranks, whatever the type of the original error."""
 
@@ -109,10 +125,13 @@ def telling() -> Iterator[None]:
 def _with_reason(error: Exception) -> str:
     """Format an error with the system error behind it."""
     # When a disk is full, the error of torch's writer only has positions in a file; why is in an earlier one.
-    text, earlier = problem_text(error), error.__cause__ or error.__context__
+    text, earlier = problem_text(error), cast(BaseException | None, error)
     while earlier is not None and not isinstance(earlier, OSError):
         earlier = earlier.__cause__ or earlier.__context__
-    return text if earlier is None or isinstance(error, OSError) else f"{earlier} ({text})"
+    if earlier is None:
+        return text
+    remedy = _REMEDIES.get(earlier.errno or 0, "")
+    return f"{text}{remedy}" if earlier is error else f"{earlier}{remedy} ({text})"
 
 
 class Reader(FileSystemReader):
@@ -209,9 +228,9 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     """
     group, folder = process_group or dist.group.WORLD, local_folder(folder)
     begun = begin_save(group, "save()", state_dict, folder)
-    with abandoning(group, begun):
-        writer = FolderWriter(begun.path, sync_files=True)
-        with completing(group, "save()"):
+    lock = meeting_of(begun.folder, begun.token) / f"save-{0 if group is None else group.rank()}.lock"
+    with abandoning(group, begun), closing(FolderWriter(begun.path, lock)) as writer:
+        with completing(group, "save()", begun.folder):
             dcp.save(
                 begun.state,
                 storage_writer=writer,
@@ -258,24 +277,29 @@ def begin_save(
         before: called first; its problem is every rank's too.
     """
 
-    def begin() -> tuple[dict[str, Any], list[Any], list[str], dict[str, str], str]:
+    def begin() -> tuple[dict[str, Any], list[Any], list[str], dict[str, str]]:
         before()
-        plain, token = plain_state(state_dict), new_token()
+        plain = plain_state(state_dict)
         state = with_string_keys(plain)
         values, digests = flattened(state), optimizer_digests(state) if has_peers(group) else {}
         refuse_lost_ranks(state)
         refuse_unreadable(values)
+        keys = keys_of(values)
         if is_first(group):
-            begin_folder(folder, token)
-        return state, [*paths_of_numbers(plain)], keys_of(values), digests, token
+            try:
+                begin_folder(folder, token)
+            except OSError as error:
+                raise MisuseRuntimeError(f"{folder} cannot be written: {_with_reason(error)}") from error
+        return state, [*paths_of_numbers(plain)], keys, digests
 
-    begun = attempt_together(group, call, begin, facts=lambda made: [str(folder), *made[0]])
-    state, numbers, keys, digests, token = begun
-    with abandoning(group, Begun(state, numbers, folder, token, None)):
+    token = new_token()
+    with abandoning(group, Begun({}, [], folder, token, None)):
+        begun = attempt_together(group, call, begin, facts=lambda made: [str(folder), *made[0]])
+        state, numbers, keys, digests = begun
         told, is_alike = tell_and_compare(group, call, "the owner of the folder", token, keys, digests)
         save_for_each_rank(group, call, state)
     share = (group.rank(), group.size()) if is_alike and group is not None else None
-    return Begun(state, numbers, folder, told, share)
+    return Begun(state, numbers, folder.absolute(), told, share)  # whatever os.chdir() comes
 
 
 @contextmanager
@@ -290,10 +314,10 @@ def abandoning(group: dist.ProcessGroup | None, begun: Begun) -> Iterator[None]:
 
 
 @contextmanager
-def completing(group: dist.ProcessGroup | None, call: str) -> Iterator[None]:
+def completing(group: dist.ProcessGroup | None, call: str, folder: Path) -> Iterator[None]:
     """Inside this context, errors of collectives say that the checkpoint was not completed."""
     with (
-        _explaining_failures(group, call, lambda _: "The checkpoint was not completed"),
+        _explaining_failures(group, call, lambda _: f"{folder} was not completed"),
         _noticing_loss(group, call),
     ):
         yield
@@ -326,17 +350,18 @@ def _noticing_loss(group: dist.ProcessGroup | None, call: str) -> AbstractContex
 
 def _complete(writer: FolderWriter, begun: Begun, group: dist.ProcessGroup | None) -> None:
     """Verify the files that all ranks wrote, and rename the folder into place."""
-    mine = attempt_together(group, "save()", entries, [writer.folder / name for name in writer.written])
-    parts: list[Any] = [(mine, begun.numbers)]
+    mine = (writer.entries, begun.numbers)
+    parts: list[Any] = [mine]
     if has_peers(group):
         parts = [None] * group.size()
-        with completing(group, "save()"):
-            dist.gather_object((mine, begun.numbers), parts if is_first(group) else None, group=group, group_dst=0)
+        with completing(group, "save()", begun.folder):
+            dist.gather_object(mine, parts if is_first(group) else None, group=group, group_dst=0)
 
     def finish() -> None:
         if is_first(group):
             files = {name: entry for part, _ in parts for name, entry in part.items()}
             finish_save(writer, begun.folder, begun.token, files, [path for _, paths in parts for path in paths])
+            end_meeting(begun.folder, begun.token)
 
     attempt_together(group, "save()", finish)
 
@@ -358,7 +383,11 @@ def finish_save(
                 f"{path} is not what its rank wrote: all ranks must share one file system, and no other job may write "
                 "there. The checkpoint was not completed"
             )
-    manifest = {"files": dict(files) | entries([writer.folder / METADATA]), NUMBERS: [*dict.fromkeys(numbers)]}
+    manifest = {
+        "files": dict(files) | entries([writer.folder / METADATA]),
+        NUMBERS: [*dict.fromkeys(numbers)],
+        SAVED: next_save(folder),
+    }
     if is_untested(str(torch.__version__)):  # its metadata might be in a format that load() would refuse
         written = {METADATA: (writer.folder / METADATA).read_bytes(), MANIFEST: as_text(manifest).encode()}
         try:
@@ -508,25 +537,44 @@ def _give_memory(state: dict[str, Any]) -> None:
 
 
 class FolderWriter(FileSystemWriter):
-    """Writes a rank's files and remembers their names.
+    """Writes a rank's files.
+
+    Args:
+        lock: a file to make and lock from the first byte written on, until ``close``.
 
     Attributes:
-        written: names of the files that this rank wrote.
+        entries: size and checksum by name of the files for data that this rank wrote.
         names: names of the files that all ranks report; set at the end, on the first rank.
     """
 
-    written: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
+
+    def __init__(self, folder: Path, lock: Path | None = None) -> None:
+        super().__init__(folder, sync_files=True)
+        self.fs.create_stream = self._create_stream  # type: ignore[assignment,method-assign]
+        self.entries: dict[str, list[int]] = {}
+        self._lock, self._held = lock, -1
+
+    def close(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
 
     @property
     def folder(self) -> Path:
         return Path(self.path)
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:
-        with telling():
-            results = super().write_data(*arguments, **options)
-            self.written = frozenset(result.storage_data.relative_path for result in results.wait())
-            return results
+        # Without torch's checksums, which torch never compares.
+        with telling(), serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            if self._lock is not None:
+                self._held = hold_lock(self._lock)
+            return super().write_data(*arguments, **options)
+
+    @contextmanager
+    def _create_stream(self, path: Path, mode: str) -> Iterator[SummedFile]:
+        with SummedFile(path) as file:
+            yield file
+        self.entries[path.name] = file.entry
 
     def storage_meta(self) -> StorageMeta | None:
         meta = super().storage_meta()
@@ -535,7 +583,9 @@ class FolderWriter(FileSystemWriter):
         return meta
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with_data = {**self.entries}
         super().finish(metadata, results)
+        self.entries = with_data
         self.names = frozenset(info.relative_path for info in metadata.storage_data.values())
 
 

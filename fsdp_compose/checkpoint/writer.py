@@ -23,7 +23,6 @@ File systems of several machines that know no locks have timeouts instead.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import mmap
@@ -48,7 +47,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._torch import StorageInfo
 from ..errors import RankLostError, class_of, name_of
 from .agreement import problem_text
-from .folders import abandon_folder, end_meeting, entries, files_gone, lost_to_another, meeting_of, partial_of, sync
+from .folders import (
+    abandon_folder,
+    end_meeting,
+    files_gone,
+    is_held,
+    is_lock_held,
+    lost_to_another,
+    meeting_of,
+    partial_of,
+    sync,
+)
 from .planner import with_own_storage
 from .storage import FolderWriter, finish_save
 
@@ -213,7 +222,7 @@ class Meeting:
         ended: float | None = None
         for pause in _pauses():
             now = time.monotonic()
-            if ended is None and _is_held(self._first_lock.fileno()) is False:
+            if ended is None and is_held(self._first_lock.fileno()) is False:
                 ended = now
             is_gone = not self.path.is_dir()  # looked at before what the first rank leaves
             if self.is_complete():
@@ -292,13 +301,8 @@ class Meeting:
         return COMPLETE, [told[rank] for rank in range(self.size)]
 
     def _is_alive(self, rank: int) -> bool:
-        if rank == self.rank:
-            return True
-        try:
-            with (self._meeting / f"{rank}.lock").open("rb") as lock:
-                return _is_held(lock.fileno()) is not False
-        except OSError:  # the folder is gone, which is noticed elsewhere
-            return True
+        # If the folder is gone, that is noticed elsewhere.
+        return rank == self.rank or is_lock_held(self._meeting / f"{rank}.lock") is not False
 
     def _wait_for_readers(self, limit: float) -> bool:
         """Wait until all other ranks have read the verdict, or are dead."""
@@ -329,35 +333,9 @@ def _pauses() -> Iterator[float]:
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
-def hold_lock(path: Path) -> int:
-    """Make a file and lock it. Return its descriptor: the lock is held until all processes that have it are gone, or
-    have closed it."""
-    path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for those that look whether it is held
-    return descriptor
-
-
-def _is_held(descriptor: int) -> bool | None:
-    """Whether somebody holds the lock of a file, opened anew; ``None`` on a file system without locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return False
-
-
 def is_being_written(meeting: Path) -> bool:
     """Whether the first rank's writer, or its trainer that is about to ask it, is at work on a save."""
-    try:
-        with (meeting / "0.lock").open("rb") as lock:
-            return _is_held(lock.fileno()) is True
-    except OSError:
-        return False
+    return is_lock_held(meeting / "0.lock") is True
 
 
 def outcome_of(error: Exception) -> Outcome:
@@ -425,7 +403,7 @@ class _Writer:
     def _save(
         self, meeting: Meeting, request: Request, layout: Layout, let_go: Callable[[], None], answer: Answer
     ) -> None:
-        writer = FolderWriter(meeting.path, sync_files=True)
+        writer = FolderWriter(meeting.path)
         writer.set_up_storage_writer(request.rank == 0)
         try:
             told = self._write(writer, _Staged(layout, request.values, self._memory))
@@ -456,8 +434,7 @@ class _Writer:
     @staticmethod
     def _write(writer: FolderWriter, staged: _Staged) -> dict[str, Any]:
         results = writer.write_data(staged.plan, staged).wait()
-        files = entries([writer.folder / name for name in writer.written])
-        return {"results": [_as_plain(result) for result in results], "files": files}
+        return {"results": [_as_plain(result) for result in results], "files": writer.entries}
 
 
 def _delete_data(path: Path, prefix: str) -> None:

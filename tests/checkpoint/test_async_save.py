@@ -27,6 +27,7 @@ from fsdp_compose.checkpoint import Saver, async_save, background, keep, latest,
 from fsdp_compose.checkpoint.folders import (
     begin_folder,
     finish_folder,
+    hold_lock,
     meeting_of,
     new_token,
     partial_of,
@@ -683,7 +684,7 @@ def save_and_vanish(rank: int, folder: Path) -> None:
 def test_a_save_counts_as_under_way_until_the_checkpoint_is_there(tmp_path):
     folder, token = tmp_path / "step-1", new_token()
     begin_folder(folder, token)
-    lock = writer.hold_lock(meeting_of(folder, token) / "0.lock")
+    lock = hold_lock(meeting_of(folder, token) / "0.lock")
     meeting = writer.Meeting(folder, token, 0, 1, timeout=10)
     meeting.tell({"files": {}})
     answers = []

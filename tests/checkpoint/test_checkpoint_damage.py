@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn as nn
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import (
     StateDictOptions,
+    async_save,
     folders,
     get_model_state_dict,
     hf,
@@ -266,6 +268,27 @@ def test_folders_of_others_are_never_deleted():
     with pytest.raises(RuntimeError, match="latest exists"):
         save(state, folder / "latest")
     assert sorted(str(path) for path in folder.rglob("*")) == before
+
+
+@distributed(world_size=2)
+def test_folders_that_cannot_be_written_are_named_with_the_remedy():
+    folder = shared_folder()
+    (folder / "file").touch()
+    model, long = linear(0), "n" * 250
+    state = {"model": get_model_state_dict(model)}
+    cases = {"file/one": "cannot be written: NotADirectoryError", long: "cannot be written: .*at most 240 bytes"}
+    for name, text in cases.items():
+        for call in (save, async_save):
+            with pytest.raises(RuntimeError, match=rf"{folder / name} {text}") as caught:
+                call(state, folder / name)
+            same_on_every_rank(str(caught.value))
+    with pytest.MonkeyPatch.context() as full:
+        if dist.get_rank() == 1:
+            full.setattr(folders.SummedFile, "write", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        with pytest.raises(RuntimeError, match=rf"on rank 1: .*No space.* Make room.*{folder}/two was not completed"):
+            save(state, folder / "two")
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["file"]
 
 
 @distributed(world_size=2)

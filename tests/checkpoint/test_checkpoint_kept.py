@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn as nn
 
 from fsdp_compose import declare_elementwise, flat_parameters, fully_shard
 from fsdp_compose.checkpoint import (
+    async_save,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -315,6 +317,57 @@ def test_sparse_buffers_are_kept_or_refused_by_name():
     assert torch.equal(full["sparse"].to_dense(), torch.eye(3))
     with pytest.raises(RuntimeError, match=r"sparse is torch.sparse_coo, which safetensors does not support"):
         save_hf(model, shared_folder() / "hf")
+
+
+def test_lazy_views_parts_and_long_names_are_saved_as_they_look(tmp_path):
+    real, pairs = torch.arange(9.0), torch.randn(9, dtype=torch.complex64)
+    given = {
+        "negated": torch._neg_view(real[2:5]),
+        "conjugated": pairs[2:5].conj(),
+        "imaginary": pairs[2:5].conj().imag,
+        "halves": pairs.to(torch.complex32)[2:5].conj(),
+        "n" * 250: real[:2],
+    }
+    for name, how in (("now", save), ("later", lambda *arguments: async_save(*arguments).result())):
+        how(given, tmp_path / name)
+        into = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in given.items()}
+        load(into, tmp_path / name)
+        for key, value in given.items():
+            assert torch.equal(into[key].to(torch.complex64), value.to(torch.complex64)), (name, key)
+
+
+SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
+    "torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "on the meta device": lambda: torch.ones(2, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+}
+
+
+@distributed(world_size=2)
+def test_tensors_that_files_cannot_hold_are_refused_by_name():
+    folder = shared_folder()
+    for kind, make in SPECIAL.items():
+        for call in (save, async_save):
+            state = {"a": torch.ones(1), "b": {"special": make() if dist.get_rank() else torch.ones(2)}}
+            with pytest.raises(RuntimeError, match=rf"on rank 1: b\.special .*\({kind}\): save its parts") as caught:
+                call(state, folder / "checkpoint")
+            same_on_every_rank(str(caught.value).replace("on rank 1: ", ""))
+    dist.barrier()
+    assert not [*folder.iterdir()]
+
+
+@distributed(world_size=2)
+def test_other_shapes_and_kinds_are_named_with_the_remedy():
+    folder = shared_folder() / "checkpoint"
+    save({"model": get_model_state_dict(stack(0)), "more": torch.ones(3)}, folder)
+    other = fully_shard(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
+    before = snapshot(other)
+    for state, key in (({"model": get_model_state_dict(other)}, "model.0.weight"), ({"more": 3}, "more")):
+        with pytest.raises(RuntimeError, match=rf"for {key}.*Build the model .* Nothing was changed") as caught:
+            load(state, folder)
+        same_on_every_rank(str(caught.value))
+    assert_equal(snapshot(other), before)
 
 
 @pytest.mark.parametrize("flat", [False, True])
