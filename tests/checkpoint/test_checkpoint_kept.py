@@ -272,6 +272,19 @@ class Unforeseen(torch.optim.AdamW):
 
 
 @distributed(world_size=2)
+def test_state_of_another_shape_is_an_error_also_where_its_meaning_is_not_known():
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = Unforeseen(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state, before = get_optimizer_state_dict(model, optimizer, options=FULL), snapshot(model, optimizer)
+    state["state"]["weight"]["exp_avg"] = torch.ones(3, 3)
+    with pytest.raises(RuntimeError, match=r"exp_avg of weight: expected shape \(4, 4\); found shape \(3, 3\)"):
+        set_optimizer_state_dict(model, optimizer, state, options=FULL)
+    assert_equal(snapshot(model, optimizer), before)
+
+
+@distributed(world_size=2)
 def test_a_sharded_and_a_plain_model_of_equal_names_load_from_one_checkpoint():
     folder = shared_folder() / "checkpoint"
 

@@ -237,7 +237,7 @@ class _Plugin:
 
         @functools.wraps(run)
         def run_distributed(*arguments: Any, timeout: float = 60, **rest: Any) -> None:
-            run(*arguments, timeout=min(timeout, 15 + 10 * usual), **rest)
+            run(*arguments, timeout=min(timeout, 40 + 10 * usual), **rest)
 
         harness.run_distributed = run_distributed
 
