@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import clip_grad_norm_, flat_parameters, functional_mode, no_sync
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 from tests.models import Block, shard_layers
 from tests.training import adamw
 
@@ -117,7 +117,7 @@ def shard(model: LM, mesh: DeviceMesh, ways: str) -> None:
 @pytest.mark.parametrize("shape", ((2, 2), (1, 4)))
 @distributed(world_size=4)
 def test_trains_like_one_process(shape, ways, recomputes):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+    mesh = lasting_mesh(("dp", "cp"), shape)
     torch.manual_seed(0)
     reference = LM()
     ours = copy.deepcopy(reference)
@@ -145,7 +145,7 @@ def test_trains_like_one_process(shape, ways, recomputes):
 
 @distributed(world_size=4)
 def test_in_functional_mode():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = lasting_mesh(("dp", "cp"))
     torch.manual_seed(0)
     reference = LM()
     ours = copy.deepcopy(reference)

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fsdp_compose
 from fsdp_compose import clip_grad_norm_, fully_shard
 from tests.flat.test_tensor_parallel import TORCHS
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 from tests.training import assert_same_parameters
 
 NUM_EXPERTS, DIM = 4, 6
@@ -122,7 +122,7 @@ def train(model: nn.Module, place: int, num: int, clip: Callable[..., Any], **op
 @pytest.mark.parametrize("clip", [clip_grad_norm_, TORCHS])
 @pytest.mark.parametrize(("num_shards", "num_parts"), [(2, 2), (1, 4)])
 def test_experts_are_averaged_over_all_data_ranks_without_a_factor_by_hand(num_shards, num_parts, clip):
-    mesh = init_device_mesh("cpu", (num_shards, num_parts), mesh_dim_names=("edp", "ep"))
+    mesh = lasting_mesh(("edp", "ep"), (num_shards, num_parts))
     dp = mesh._flatten("dp")
     for policy in (None, fsdp_compose.MixedPrecisionPolicy(reduce_dtype=torch.float16)):
         model, expected = mixture(), mixture()
@@ -140,7 +140,7 @@ def test_experts_are_averaged_over_all_data_ranks_without_a_factor_by_hand(num_s
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_experts_that_tensor_parallelism_cuts_too_train_as_one_process(num_shards, clip):
     """Each expert is cut over two ranks that share a batch, and experts are spread over the data ranks."""
-    mesh = init_device_mesh("cpu", (num_shards, 2 // num_shards, 2), mesh_dim_names=("edp", "ep", "tp"))
+    mesh = lasting_mesh(("edp", "ep", "tp"), (num_shards, 2 // num_shards, 2))
     dp = mesh["edp", "ep"]._flatten("dp")
     model, expected = mixture(), mixture()
     model.experts.mesh, model.experts.tp = mesh["ep"], mesh["tp"]
@@ -156,7 +156,7 @@ def test_experts_that_tensor_parallelism_cuts_too_train_as_one_process(num_shard
 
 @distributed(world_size=4)
 def test_sums_and_functional_mode_know_the_missing_factor():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    mesh = lasting_mesh(("edp", "ep"))
     dp = mesh._flatten("dp")
     expected = mixture()
     x = torch.randn(8, DIM, generator=torch.Generator().manual_seed(1))
@@ -176,7 +176,7 @@ def test_sums_and_functional_mode_know_the_missing_factor():
 
 @distributed(world_size=4)
 def test_a_group_on_some_of_the_data_ranks_must_be_of_dtensors_on_the_rest():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    mesh = lasting_mesh(("edp", "ep"))
     dp = mesh._flatten("dp")
     model = mixture()
     spread(model, mesh["ep"])

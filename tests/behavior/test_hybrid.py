@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose import (
@@ -57,9 +57,7 @@ NAMES = ("replicate", "shard")
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    return (
-        lasting_mesh(NAMES) if shape == (2, 2) else init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
-    )
+    return lasting_mesh(NAMES[-len(shape) :], shape)
 
 
 def over(*shapes: tuple[int, ...]):
@@ -394,7 +392,7 @@ def test_a_model_on_a_part_of_the_ranks():
 
 
 def train_on_a_part_of_the_ranks() -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", *NAMES))[NAMES]
+    mesh = lasting_mesh(("stage", *NAMES), (2, 2, 1))[NAMES]
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=1))
     shard_layers(model, mesh=mesh)

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from fsdp_compose import clip_grad_norm_, fully_shard
 from tests.behavior.test_expert_parallel import Gathered, Summed
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 
 VOCAB, NUM_EXPERTS = 32, 4
 
@@ -65,7 +65,7 @@ def test_experts_as_groups_of_their_own(shape):
     """Each layer's experts, its rest, and what is left; also as a hybrid."""
     model = mixtral()
     reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = lasting_mesh(("replicate", "shard")[-len(shape) :], shape)
     for layer in model.model.layers:
         fully_shard(layer.mlp.experts, mesh=mesh)
         fully_shard(layer, mesh=mesh)
@@ -97,7 +97,7 @@ def test_experts_spread_over_ranks(shape):
     """Experts over ``ep``, and sharded over ``edp``; the rest is sharded over all ranks. No factor by hand."""
     model = mixtral()
     reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("edp", "ep"))
+    mesh = lasting_mesh(("edp", "ep"), shape)
     for layer in model.model.layers:
         spread(layer.mlp.experts, mesh["ep"])
         fully_shard(layer.mlp.experts, mesh=mesh["edp"])

@@ -39,7 +39,7 @@ from fsdp_compose import (
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, load, save, save_hf, set_model_state_dict
 from fsdp_compose.group.registry import _get_fsdp_states, get_state
 from fsdp_compose.sync import full_parameters
-from tests.harness import distributed, fake_process_group
+from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.models import shard_layers
 from tests.training import adamw, local_part, mean_over_ranks
 
@@ -235,7 +235,7 @@ def check_training(
 ) -> None:
     if is_hybrid:
         shape = (2, dist.get_world_size() // 2) if dist.get_world_size() > 2 else (1, dist.get_world_size())
-        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = lasting_mesh(("replicate", "shard"), shape)
     model, reference = made(cls, checkpoints=checkpoints), made(cls)
     shard_layers(model, **options)
     mine = flat_parameters(model) if is_flat else trainable(model)
@@ -467,7 +467,7 @@ def test_what_it_cannot_do_raises_by_name():
 def test_replicas_are_compared_and_made_equal():
     torch.manual_seed(dist.get_rank() // 2)
     model = Net()
-    shard_layers(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    shard_layers(model, mesh=lasting_mesh(("replicate", "shard")))
     x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(0))
     with pytest.raises(RuntimeError, match="replica"):
         model(x)

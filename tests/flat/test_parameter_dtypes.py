@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -30,7 +29,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
 from fsdp_compose.group.registry import get_state
-from tests.harness import distributed, fake_process_group
+from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.training import adamw, local_part, mean_square, pair
 
 DIM, LOW = 6, torch.bfloat16
@@ -130,7 +129,7 @@ def shard_blocks(model: Model, policy: Any, **options: Any) -> None:
 
 def shard_over_replicas(model: Model, policy: Any) -> None:
     world_size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size // 2 or 1, min(world_size, 2)), mesh_dim_names=("replicate", "shard"))
+    mesh = lasting_mesh(("replicate", "shard"), (world_size // 2 or 1, min(world_size, 2)))
     shard_blocks(model, policy, mesh=mesh)
 
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.utils.prune as prune
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compose import RaggedDTensor, drop_in, fully_shard
 from fsdp_compose.checkpoint.state_dict import get_model_state_dict
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import local_part, whole
 
@@ -237,7 +237,7 @@ def assert_train_equally(model: nn.Module, reference: nn.Module, rank: int, num_
 def test_replaced_before_the_first_forward_trains_as_unsharded(kind, where, world_size):
     reference = layers()
     model = layers()
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("r", "s")) if world_size == 4 else None
+    mesh = lasting_mesh(("r", "s"), (world_size // 2, 2)) if world_size == 4 else None
     if where == "on meta":
         model = model.to("meta")
     shard_two(model, mesh, **({"optional": True} if where == "optional" else {}))
@@ -255,7 +255,7 @@ def test_replaced_before_the_first_forward_trains_as_unsharded(kind, where, worl
 @pytest.mark.parametrize("kind", MAKERS)
 @distributed(world_size=4)
 def test_replaced_parameters_that_are_tensor_parallel_too(kind):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = lasting_mesh(("dp", "tp"))
     reference, model = layers(hidden=6), layers(hidden=6)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     shard_two(model, mesh["dp"])

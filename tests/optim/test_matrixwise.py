@@ -28,7 +28,7 @@ from fsdp_compose.errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import Matrixwise
 from fsdp_compose.ragged import RaggedDTensor
-from tests.harness import distributed, run_distributed, same_on_every_rank
+from tests.harness import distributed, lasting_mesh, run_distributed, same_on_every_rank
 from tests.models import GPT, shard_layers
 from tests.optim.test_muon import Parameters, assert_train_alike, give_gradients, gradients, hybrid_of_four, whole
 from tests.optim.test_muon_reports import AllToAlls, peak_within
@@ -150,7 +150,7 @@ def _train_both(model: Any, shapes: Sequence[Shape], steps: int = 3, **options: 
 
 @distributed(world_size=4)
 def test_hybrid_sharding_and_replicas():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = lasting_mesh(("replicate", "shard"))
     _train_both(fully_shard(Parameters(SHAPES), mesh=mesh), SHAPES)
     _train_both(replicate(Parameters(SHAPES)), SHAPES)
 
@@ -166,7 +166,7 @@ def test_offloaded_and_plain_parameters():
 @distributed(world_size=4)
 def test_tensor_parallelism(placements):
     shapes = TP_SHAPES
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = lasting_mesh(("dp", "tp"))
     model = Parameters(shapes)
     cuts = [*placements, Shard(0), Shard(2)]
     for i, cut in enumerate(cuts):
@@ -214,7 +214,7 @@ def test_parameters_without_elements():
 
 @distributed(world_size=4)
 def test_parameters_that_cannot_be_shared_are_refused():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = lasting_mesh(("dp", "ep"))
     model = Parameters([(4, 6, 5)])
     model.items[0] = nn.Parameter(distribute_tensor(model.items[0].detach(), mesh["ep"], [Shard(0)]))
     fully_shard(model, mesh=mesh["dp"])
@@ -385,7 +385,7 @@ def test_optimizers_that_exchange_memory():
 @distributed(world_size=4)
 def test_a_full_state_dict_is_that_of_one_process():
     shapes = SHAPES[:4]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = lasting_mesh(("replicate", "shard"))
     model = fully_shard(Parameters(shapes), mesh=mesh)
     optimizer, reference = Matrixwise(model.items, Shampoo), Reference(shapes, Shampoo)
     for step in range(3):
