@@ -54,10 +54,8 @@ def raise_different_order(root: Root, place: Entry) -> None:
     lines = root.order.entries_as_text(root, place)
     sent = [name for state in root.live_states() for name in state.mesh.transport_names().values()]
 
-    def of_rank(details: str) -> str:
-        return details.rpartition("\t")[2]
-
     def explain(rank: int, ours: str, theirs: str) -> str:
+        (ours, _, own_sent), (theirs, _, other_sent) = (text.rpartition("\n") for text in (ours, theirs))
         difference = first_difference_of_entries(ours, theirs)
         assert difference is not None, "digests of the entries differ"
         position, a, b = difference
@@ -85,7 +83,7 @@ def raise_different_order(root: Root, place: Entry) -> None:
             return (
                 "set_transport() or set_wire_formats() was called on some ranks only, or with other transports: "
                 f"instead of collective {position} of this iteration there was {a} on rank 0 and {b} on rank {rank}. "
-                f"Rank 0 now sends by {of_rank(ours)}, rank {rank} by {of_rank(theirs)}. "
+                f"Rank 0 now sends by {own_sent}, rank {rank} by {other_sent}. "
                 "No gradient was published. Call it the same way on every rank, between the same two iterations"
             )
         if REPLICAS_DIFFER in a or REPLICAS_DIFFER in b:
@@ -104,7 +102,7 @@ def raise_different_order(root: Root, place: Entry) -> None:
             f"several models in the same order on every rank{lasts}"
         )
 
-    details = "\n".join([*lines, "\t" + "; ".join(dict.fromkeys(sent))])
+    details = "\n".join([*lines, "; ".join(dict.fromkeys(sent))])
     entries = [line.partition("\t")[0] for line in lines]  # names may differ: a model may be gone on some ranks only
     digest = hashlib.sha256("\n".join(entries).encode()).hexdigest()
     journal = known_journal(group)
