@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -105,10 +107,9 @@ class Saver:
         timeout: timedelta = timedelta(hours=1),
     ) -> None:
         self._group, self._timeout = process_group, timeout.total_seconds()
-        self._staging, self._kept = _Staging(staging), _Kept()
-        self._underway = _Underway()
+        self._staging, self._kept, self._underway = _Staging(staging), _Kept(), _Underway()
         weakref.finalize(self, self._underway.end)  # at exit too: what is under way is waited for
-        self._underway.writer = _Process()
+        self._underway.running()
         if state_dict is not None:
             planner = _Planner()
             planner.set_up_planner(with_string_keys(plain_state(state_dict)))
@@ -156,7 +157,10 @@ class Saver:
     def _save(
         self, group: dist.ProcessGroup | None, state_dict: Mapping[str, Any], folder: Path, wait: bool
     ) -> SaveFuture:
-        with torch.no_grad(), torch.inference_mode(False), contextlib.ExitStack() as lock:
+        if self._underway.pid != os.getpid():  # in a fork: the parent's writer reads this memory
+            staging, timeout = self._staging.folder, timedelta(seconds=self._timeout)
+            Saver.__init__(self, process_group=self._group, staging=staging, timeout=timeout)
+        with torch.no_grad(), torch.inference_mode(False), contextlib.ExitStack() as waiting:
             begun = begin_save(group, CALL, state_dict, folder, before=partial(self._finish_last, wait))
             with abandoning(group, begun):
                 planner = _Planner(share=begun.share)
@@ -165,8 +169,12 @@ class Saver:
                 is_kept = signature is not None and signature == self._kept.signature
                 if not ask_all(group, f"{CALL}: kept plan", is_kept, all):
                     self._kept = _Kept(signature, *_plan_together(group, planner, begun))
-                copied = attempt_together(group, CALL, self._copy, planner, begun, group, lock)
-            return self._submit(group, begun, copied)
+                copied = attempt_together(group, CALL, self._copy, planner, begun, group, waiting)
+            copied.future.set_running_or_notify_cancel()
+            self._underway.future = copied.future
+            copied.go.put(copied)
+            copied.is_sent.wait()
+            return copied.future
 
     def _finish_last(self, wait: bool) -> None:
         try:
@@ -175,9 +183,10 @@ class Saver:
             raise type(error)(str(error).removeprefix(f"{CALL}: ")) from error
 
     def _copy(
-        self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None, lock: contextlib.ExitStack
+        self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None, waiting: contextlib.ExitStack
     ) -> _Copied:
-        """Copy this rank's part of the state, and hold the lock that the writer will hold."""
+        """Copy this rank's part of the state, hold the lock that the writer will hold, and start the thread that sends
+        the part when all ranks have copied theirs."""
         kept = self._kept
         assert kept.plan is not None
         data = [planner.resolve_data(item) for item in kept.plan.items]
@@ -186,56 +195,44 @@ class Saver:
         values = self._staging.copy(data, places)
         if kept.layout is None or kept.layout.places != places:
             kept.layout = Layout(kept.plan, places, kept.metadata)
-        held = hold_lock(meeting_of(begun.folder, begun.token) / f"{_rank_and_size(group)[0]}.lock")
-        lock.callback(os.close, held)  # when the writer has it, or there is no save
-        return _Copied(kept.layout, values, held)
+        (rank, size), about = _rank_and_size(group), (values, begun.numbers, self._staging.nbytes, self._timeout)
+        request = Request(begun.folder, begun.token, rank, size, kept.layout, *about)
+        lock = os.fdopen(hold_lock(meeting_of(begun.folder, begun.token) / f"{rank}.lock"), "wb", buffering=0)
+        copied = _Copied(request, self._underway.running(), lock)
+        # Nothing interrupts a thread, as Ctrl-C and handlers of signals do this one; if there is none, all ranks raise.
+        waiting.callback(copied.go.put, None)
+        threading.Thread(target=self._write, args=(copied,), daemon=True).start()
+        return copied
 
-    def _submit(self, group: dist.ProcessGroup | None, begun: Begun, copied: _Copied) -> SaveFuture:
-        """Send this rank's part to the writer: all ranks have copied theirs."""
-        rank, size = _rank_and_size(group)
-        writer = self._underway.running()
-        future = self._underway.future = SaveFuture()
-        future.set_running_or_notify_cancel()
-        request = Request(
-            folder=begun.folder,
-            token=begun.token,
-            rank=rank,
-            size=size,
-            layout=None if writer.layout is copied.layout else copied.layout,
-            values=copied.values,
-            numbers=begun.numbers,
-            nbytes=self._staging.nbytes,
-            timeout=self._timeout,
-        )
-        descriptors = [copied.lock]
-        if self._staging.number != writer.memory:
-            descriptors.append(self._staging.descriptor)
-        try:
-            meeting = Meeting(begun.folder, begun.token, rank, size, self._timeout)
-        except MisuseRuntimeError as error:  # another job has replaced this save already
-            future.set_exception(error_of(outcome_of(error)))
-            return future
-        with contextlib.suppress(ConnectionError):  # it has died, which the wait below finds
-            send(writer.channel, request, descriptors)
-        writer.layout, writer.memory = copied.layout, self._staging.number
+    def _write(self, copied: _Copied) -> None:
+        """Send this rank's part to the writer, once all ranks have copied theirs, and wait for the outcome."""
         # The thread holds this object too: its memory is being read.
-        threading.Thread(target=self._wait, args=(writer, meeting, future), daemon=True).start()
-        return future
+        request, future = copied.request, copied.future
 
-    def _wait(self, writer: _Process, meeting: Meeting, future: SaveFuture) -> None:
         def answer(outcome: Outcome) -> None:
             error = error_of(outcome)
             if error is None:
-                future.set_result(meeting.folder)
+                future.set_result(request.folder)
             else:
                 future.set_exception(error)
 
-        with contextlib.closing(meeting):
-            outcome, is_late = writer.outcome(self._timeout + _MARGIN)
-            if outcome is None:
-                meeting.go_on_without_writer(is_late, answer)
-            else:
-                answer(outcome)
+        try:
+            with copied.lock:  # until the writer has it
+                if copied.go.get() is None:
+                    raise MisuseRuntimeError(f"the call that should save {request.folder} was interrupted: save again")
+                meeting = Meeting(request.folder, request.token, request.rank, request.size, request.timeout)
+                copied.writer.submit(request, copied.lock.fileno(), self._staging)
+            copied.is_sent.set()
+            with contextlib.closing(meeting):
+                outcome, is_late = copied.writer.outcome(self._timeout + _MARGIN)
+                if outcome is None:
+                    meeting.go_on_without_writer(is_late, answer)
+                else:
+                    answer(outcome)
+        except Exception as error:  # also: another job has replaced this save already
+            answer(outcome_of(error))
+        finally:
+            copied.is_sent.set()
 
 
 @checked()
@@ -306,12 +303,15 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Copied:
-    """A rank's part of a state, copied: where its items are, those that are serialized, and the descriptor of the
-    lock."""
+    """A rank's part of a state, copied. The thread that sends it waits for ``go``, which gets ``None`` at the end of
+    the call at the latest, and the call for ``is_sent``."""
 
-    layout: Layout
-    values: dict[int, bytes]
-    lock: int
+    request: Request
+    writer: _Process
+    lock: BinaryIO
+    future: SaveFuture = field(default_factory=SaveFuture)
+    go: SimpleQueue[_Copied | None] = field(default_factory=SimpleQueue)
+    is_sent: threading.Event = field(default_factory=threading.Event)
 
 
 def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -410,20 +410,17 @@ class _Staging:
         if nbytes <= self.nbytes and pinned <= self._is_pinned:
             return
         self._release()  # before there is another: one copy of the state, not two
-        descriptor = self._open()
+        self.descriptor = self._open()
         try:
             self._refuse_too_much(nbytes)
-            os.ftruncate(descriptor, nbytes)
+            os.ftruncate(self.descriptor, nbytes)
             if nbytes and hasattr(os, "posix_fallocate"):  # else no room would be a crash while copying
-                os.posix_fallocate(descriptor, 0, nbytes)
-            self.memory = map_memory(descriptor, nbytes)
+                os.posix_fallocate(self.descriptor, 0, nbytes)
+            self.memory = map_memory(self.descriptor, nbytes)
         except OSError as error:
-            os.close(descriptor)
+            self._release()
             raise self._no_room(nbytes, str(error)) from error
-        except MisuseRuntimeError:
-            os.close(descriptor)
-            raise
-        self.descriptor, self.nbytes, self.number = descriptor, nbytes, self.number + 1
+        self.nbytes, self.number = nbytes, self.number + 1  # who is interrupted before has no room, and makes another
         if pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0))
             self._is_pinned = True
@@ -469,9 +466,9 @@ class _Staging:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
             self._is_pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor, self.nbytes = -1, 0
+        descriptor, self.descriptor, self.nbytes = self.descriptor, -1, 0
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _available_memory() -> int | None:
@@ -496,14 +493,18 @@ def start_writer(channel: socket.socket) -> subprocess.Popen[bytes]:
     """Start a writer that has the other end of a socket."""
     paths = [path for path in sys.path if isinstance(path, str)]  # Python imports from nothing else
     code = f"import sys; sys.path[:] = {paths!r}; from {__package__}.writer import main; main({channel.fileno()})"
-    # In a session of its own: what ends the trainer, by its group or by Ctrl-C, leaves the writer to its work.
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        pass_fds=[channel.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # which the writer inherits
+    try:
+        # In a session of its own: what ends the trainer, by its group or by Ctrl-C, leaves the writer to its work.
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[channel.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Process:
@@ -528,6 +529,14 @@ class _Process:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def submit(self, request: Request, lock: int, staging: _Staging) -> None:
+        """Send a request, with the layout and the memory if the writer has others."""
+        told = replace(request, layout=None) if self.layout is request.layout else request
+        memory = [staging.descriptor] if staging.number != self.memory else []
+        with contextlib.suppress(ConnectionError):  # it has died, which whoever waits finds
+            send(self.channel, told, [lock, *memory])
+        self.layout, self.memory = request.layout, staging.number
 
     def outcome(self, timeout: float) -> tuple[Outcome | None, bool]:
         """Wait for the writer's answer; ``None`` if it has died, or has not answered in time and is ended. Also return
@@ -561,7 +570,7 @@ class _Underway:
     def __init__(self) -> None:
         self.writer: _Process | None = None
         self.future: SaveFuture | None = None
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     def running(self) -> _Process:
         if self.writer is None or not self.writer.is_alive:
@@ -575,14 +584,13 @@ class _Underway:
             return
         if not wait and not future.done():
             raise MisuseRuntimeError("the last save is still under way. Call it with wait=True, or later")
-        was_heard = future.is_heard
-        error = future.exception()
-        self.future = None
+        error = Future.exception(future)
+        was_heard, self.future = future.is_heard, None
         if error is not None and not was_heard:
             raise error
 
     def end(self) -> None:
-        if os.getpid() != self._pid:  # in a fork
+        if os.getpid() != self.pid:  # in a fork
             return
         try:
             self.finish(wait=True)

@@ -259,7 +259,7 @@ class Meeting:
         return kind, text
 
     def _died(self, rank: int) -> Outcome:
-        return self._incomplete(f"the process that saves for rank {rank} has died")
+        return self._incomplete(f"the process that saves for rank {rank} has died, or that rank's call was interrupted")
 
     def is_complete(self) -> bool:
         try:
@@ -458,7 +458,8 @@ def _result(fqn: str, offset: Any, index: Any, nbytes: int, path: str, start: in
 
 def main(descriptor: int) -> None:
     """Write what is requested until the trainer has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # to the whole job: the writer ends after its trainer
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     channel, writer = socket.socket(fileno=descriptor), _Writer()
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -531,6 +532,109 @@ def test_two_jobs_that_save_to_one_path():
     assert [path.name for path in folder.iterdir()] == ["one"]
 
 
+# ---- calls that are interrupted
+
+
+@contextmanager
+def interrupted_at(step: int, seen: list[Any]) -> Iterator[None]:
+    """The call is interrupted before the line of ``background`` that is the ``step``-th new one."""
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != background.__file__:
+            return None
+        line = frame.f_code, frame.f_lineno
+        if event == "line" and line not in seen:
+            seen.append(line)
+            if len(seen) == step:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_after_a_call_that_was_interrupted_at_any_line_the_next_one_works_or_says_it(tmp_path):
+    step, told = 0, 0
+    saver = Saver()
+    while True:
+        step, seen = step + 1, []
+        state = {"x": torch.full((16 * step,), float(step)), "n": step}
+        try:
+            with interrupted_at(step, seen):
+                saver.save(state, tmp_path / f"{step} interrupted")
+            break
+        except KeyboardInterrupt:
+            pass
+        try:
+            path = saver.save(state, tmp_path / f"{step}").result(60)
+        except MisuseRuntimeError as error:
+            assert "was interrupted: save again" in str(error)
+            told += 1
+            path = saver.save(state, tmp_path / f"{step}").result(60)
+        into = {"x": torch.zeros(16 * step), "n": 0}
+        load(into, path)
+        assert torch.equal(into["x"], state["x"]) and into["n"] == step
+    assert step > 80 and told  # lines of the call
+    saver.close()
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith("interrupted") and not (path / ".metadata")]
+
+
+def fail(*_: Any) -> Any:
+    raise OSError("there is no more")
+
+
+@pytest.mark.parametrize("what", ["thread", "process"])
+@distributed(world_size=2)
+def test_a_rank_that_can_start_no_thread_or_process_is_one_error_of_the_call(what):
+    folder = shared_folder()
+    with Saver() as saver:
+        saver.save({"x": torch.ones(3)}, folder / "first").result()
+        with pytest.MonkeyPatch.context() as patched:
+            if dist.get_rank():
+                if what == "thread":
+                    patched.setattr(threading.Thread, "start", fail)
+                else:
+                    writing = saver._underway.running()
+                    os.kill(writing.pid, signal.SIGKILL)
+                    writing._process.wait()
+                    patched.setattr(background, "start_writer", fail)
+            with pytest.raises(RuntimeError, match=r"^async_save\(\): on rank 1: OSError: there is no more") as error:
+                saver.save({"x": torch.ones(3)}, folder / "second")
+            same_on_every_rank(str(error.value))
+        saver.save({"x": torch.ones(3)}, folder / "third").result()
+    dist.barrier()  # the first rank has ended its meeting
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "third"]
+
+
+@distributed(world_size=2)
+def test_a_rank_that_is_interrupted_while_the_others_go_on_is_told_by_the_next_call():
+    folder = shared_folder()
+    with Saver() as saver:
+        saver.save({"x": torch.ones(3)}, folder / "first").result()
+        with pytest.MonkeyPatch.context() as patched:
+            if dist.get_rank():
+                patched.setattr(background.SaveFuture, "set_running_or_notify_cancel", interrupt)
+            with pytest.raises(KeyboardInterrupt) if dist.get_rank() else nothing():
+                saver.save({"x": torch.ones(3)}, folder / "second")
+        with pytest.raises(
+            RankLostError,
+            match="^async_save.*the process that saves for rank 1 has died, or that rank's call was interrupted",
+        ) as error:
+            saver.save({"x": torch.ones(3)}, folder / "third")
+        same_on_every_rank(str(error.value))
+        saver.save({"x": torch.ones(3)}, folder / "fourth").result()
+    dist.barrier()  # the first rank has ended its meeting
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "fourth"]
+
+
+def interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 # ---- the end of the trainer
 
 TRAINER = """
@@ -548,23 +652,29 @@ saving = saver.save(state, folder / "one")
 state["x"].zero_()
 if how == "writer":
     os.kill(pid, signal.SIGKILL)
-else:
+elif how != "fork":
     os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 1; kill -CONT {pid}"], os.environ)
 if how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if how == "terminated":  # with the whole job
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    os.kill(pid, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 if how == "fork":
     if os.fork() == 0:
-        sys.exit()  # at its exit this process waits for nothing
-    os.wait()
-    assert not saving.done()
+        saver.save({"x": torch.ones(1000)}, folder / "of the fork").result()
+        sys.exit()  # at its exit this process does not wait for the parent's
+    assert os.wait()[1] == 0 and not saving.done()
+    os.kill(pid, signal.SIGCONT)
 if how == "raises":
     raise RuntimeError("of the training")
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "returns", "raises", "writer", "fork"])
+@pytest.mark.parametrize("how", ["killed", "terminated", "returns", "raises", "writer", "fork"])
 def test_the_end_of_a_trainer(how, tmp_path):
-    """Killed, it does not lose the save; otherwise it waits for it, and says what nobody has heard."""
+    """Killed, it does not lose the save; otherwise it waits for it, and says what nobody has heard. A fork of it saves
+    from memory of its own."""
     ended = subprocess.run(
         [sys.executable, "-c", TRAINER, str(tmp_path), how],
         cwd=ROOT,
@@ -573,17 +683,20 @@ def test_the_end_of_a_trainer(how, tmp_path):
         timeout=120,
         check=False,
     )
-    code = {"killed": -signal.SIGKILL, "raises": 1}.get(how, 0)
+    code = {"killed": -signal.SIGKILL, "terminated": 7, "raises": 1}.get(how, 0)
     assert ended.returncode == code, ended.stderr
     if how == "writer":
         assert "RankLostError: async_save(): the process that saves for rank 0 has died" in ended.stderr
         assert not [*tmp_path.iterdir()]
         return
-    if how == "killed":
+    if how in ("killed", "terminated"):
         assert latest(tmp_path) == tmp_path / "one"  # which waits for a writer that is at work
     into = {"x": torch.zeros(1000)}
     load(into, tmp_path / "one")
     assert torch.equal(into["x"], torch.arange(1000.0))
+    if how == "fork":
+        load(into, tmp_path / "of the fork")
+        assert torch.equal(into["x"], torch.ones(1000))
     assert "RankLostError" not in ended.stderr
 
 
