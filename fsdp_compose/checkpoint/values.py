@@ -155,9 +155,8 @@ def save_for_each_rank(group: dist.ProcessGroup | None, call: str, state: dict[s
     if not has_peers(group):
         return
     parts = dict(_parts_beside(state))
-    differing = ask_all(
-        group, f"{call}: values of each rank", {name: _digest(parts[name]) for name in parts}, _differing
-    )
+    digests = {name: dict(_digests(value)) for name, value in parts.items()}
+    differing = ask_all(group, f"{call}: values of each rank", digests, _differing)
     own = {name: parts[name] for name in differing if name in parts}
     if own:
         state[_EACH] = {f"{group.rank()} of {group.size()}": own}
@@ -168,9 +167,25 @@ def is_of_one_rank(key: str) -> bool:
     return key.startswith(f"{_EACH}.")
 
 
-def _differing(brought: list[dict[str, str]]) -> list[str]:
-    names = dict.fromkeys(name for digests in brought for name in digests)
-    return [name for name in names if len({digests[name] for digests in brought if name in digests}) > 1]
+def _differing(brought: list[dict[str, dict[str, str]]]) -> list[str]:
+    """The names of parts in which a key has other values on another rank. Keys that only one rank has are no conflict:
+    a rank's number in the key is how programs keep what each rank has, and may be loaded by any number of ranks."""
+    found: dict[str, dict[str, str]] = {}
+    differing: dict[str, None] = {}
+    for name, digests in [item for of_rank in brought for item in of_rank.items()]:
+        first = found.setdefault(name, {})
+        if any(first.setdefault(key, digest) != digest for key, digest in digests.items()):
+            differing[name] = None
+    return [*differing]
+
+
+def _digests(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield keys of nested dicts and digests of what is there."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _digests(item, f"{key}.{name}")
+    else:
+        yield key, _digest(value)
 
 
 def _digest(value: Any) -> str:
