@@ -126,9 +126,9 @@ class Muon(Optimizer):
             parameter groups.
         ns_dtype: dtype of the iterations, and of what travels. In bfloat16, rounding amplifies differences between
             summation orders of gradients.
-        bucket_bytes: size of the matrices that travel together; at least one matrix does. One bucket arrives, one is
-            computed, one returns: together they take at most four times as much memory, and a few times the largest
-            matrix.
+        bucket_bytes: size of the matrices that travel together, in bytes or as ``"256MB"``; at least one matrix does.
+            One bucket arrives, one is computed, one returns: together they take at most four times as much memory, and
+            a few times the largest matrix.
         over_replicas: with hybrid sharding or ``replicate()``, let each replica orthogonalize some of the matrices and
             gather the results, instead of all of them.
 
