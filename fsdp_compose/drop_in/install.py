@@ -19,7 +19,6 @@ from .._torch import fsdp2
 from ..api import UnshardHandle, register_forward_method
 from ..errors import MisuseRuntimeError
 from ..group import get_state
-from ..ragged import leave_partial
 from .module import FSDPModule, GradientReductionHandle, share_comm_ctx
 from .sharding import fully_shard
 
@@ -87,7 +86,6 @@ def uninstall() -> list[str]:
     _refuse_sharded(
         "uninstall", "drop_in.fully_shard()", [item for item in _all_modules() if isinstance(item, FSDPModule)]
     )
-    leave_partial(False)
     ours = {id(item) for item in (*_OURS.values(), *_of_others().values())}
     back = [(module, name, value) for module, name, value in _rebound if id(vars(module).get(name)) in ours]
     for module, name, value in back:

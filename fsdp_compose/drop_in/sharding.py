@@ -27,7 +27,7 @@ from ..errors import MisuseError
 from ..flat import FORWARD_SPEC_ATTRIBUTE, Granularity, Granule, as_ours, is_split_evenly
 from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
-from ..ragged import RaggedDTensor, leave_partial
+from ..ragged import RaggedDTensor
 from .module import StateFace, bind_methods, refuse_clash
 
 # ---- FSDP2's mixed-precision policy, with the meaning that it has in the installed torch.
@@ -119,7 +119,6 @@ def fully_shard(
     """
     modules, ignored = check_modules(module, "fully_shard"), check_ignored(ignored_params, "fully_shard")
     refuse_clash(modules)
-    leave_partial(True)
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
@@ -148,6 +147,7 @@ def fully_shard(
     # All groups were checked above, so that none is made if another one is refused.
     for members, arguments in groups:
         _own(members, ignored_params=ignored, **arguments)
+        _leave_partial(members)
         bind_methods(members)
     return module
 
@@ -331,3 +331,10 @@ def _with_other_homes(
                     "whole, Replicate(): call fsdp_compose.replicate(module) instead"
                 )
     return list(found.items())
+
+
+def _leave_partial(modules: list[nn.Module]) -> None:
+    state = get_state(modules[0])
+    for sharded in [item for handle in state._handles for item in handle.sharded_params] if state is not None else ():
+        if isinstance(sharded, RaggedDTensor):
+            sharded._spec = sharded._spec.left_partial

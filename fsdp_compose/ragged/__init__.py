@@ -18,7 +18,7 @@ Facts that are easy to miss:
 - ``module.to()`` may exchange parameters attribute by attribute (``swap_tensors``), so a class that shows its local
   tensor as something else must not do so then.
 - Full reductions are complete when they return: ``.item()`` on stock DTensor's pending ones gives the local value. A
-  NaN travels next to a maximum, because backends may lose it. After ``leave_partial``, sums and norms are pending too.
+  NaN travels next to a maximum, because backends may lose it. Under ``drop_in``, sums and norms are pending too.
 - ``torch.optim`` and ``clip_grad_norm_`` compare types before their fast paths: the class is added to their lists.
 """
 
@@ -39,7 +39,6 @@ from .ops.pointwise import was_left_empty as was_left_empty
 from .ops.reductions import accurate_dtype as accurate_dtype
 from .ops.reductions import combine_norms as combine_norms
 from .ops.reductions import finish_norm as finish_norm
-from .ops.reductions import leave_partial as leave_partial
 from .ops.reductions import partial_norm as partial_norm
 from .ownership import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
 from .ownership import SHOWN_ATTRIBUTE as SHOWN_ATTRIBUTE

@@ -461,7 +461,7 @@ def rebind(tensor: RaggedDTensor, local: torch.Tensor, spec: RaggedSpec | None =
     """Rebind ``tensor``, the same object, to ``local``, and to ``spec`` if one is given."""
     set_local_tensor(tensor, local)
     if spec is not None:
-        tensor._spec = spec
+        tensor._spec = spec.left_partial if tensor._spec.leaves_partial else spec
 
 
 def shard_inner(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:

@@ -372,6 +372,8 @@ class RaggedSpec(DTensorSpec):
     __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
     __hash__ = DTensorSpec.__hash__
     tensor_meta: TensorMeta
+    # Sums, means and norms have the placements of stock DTensor: programs written for FSDP2 add up the ranks' parts.
+    leaves_partial = False
 
     @staticmethod
     def make(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> RaggedSpec:
@@ -478,6 +480,13 @@ class RaggedSpec(DTensorSpec):
     def _by_dtype(self) -> dict[torch.dtype, RaggedSpec]:
         return {self.dtype: self}
 
+    @cached_property
+    def left_partial(self) -> RaggedSpec:
+        """The same, with the mark."""
+        spec = RaggedSpec(self.mesh, self.placements, self.tensor_meta)
+        spec.__dict__["leaves_partial"] = True
+        return spec
+
     @property
     def dtype(self) -> torch.dtype:
         return self.tensor_meta.dtype
@@ -487,7 +496,7 @@ class RaggedSpec(DTensorSpec):
         if spec is None:
             meta = TensorMeta(self.tensor_meta.shape, self.tensor_meta.stride, dtype)
             spec = self._by_dtype[dtype] = RaggedSpec(self.mesh, self.placements, meta)
-            spec.__dict__["_by_dtype"] = self._by_dtype
+            spec.__dict__.update(_by_dtype=self._by_dtype, leaves_partial=self.leaves_partial)
         return spec
 
     def is_sharded_like(self, other: RaggedSpec) -> bool:

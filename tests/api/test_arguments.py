@@ -163,7 +163,7 @@ def test_transports_and_formats_are_tried_where_they_are_given():
         set_wire_formats(model, reduce_scatter=small)
     for method in (model.set_custom_all_gather, model.set_custom_reduce_scatter):
         with pytest.raises(
-            MisuseTypeError, match=rf"{method.__name__}\(\): expected an object like torch's .*, got None"
+            MisuseTypeError, match=rf"{method.__name__}\(\): expected an object like torch's .*; got None"
         ):
             method(None)
     with pytest.raises(

@@ -40,7 +40,7 @@ def gradients(shard, mesh=None):
 
 @distributed(world_size=(2, 4))
 def test_placements_of_reductions_are_those_of_fsdp2(world_size):
-    mesh = init_device_mesh("cpu", (2, 2)) if world_size == 4 else None
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if world_size == 4 else None
     of_torch, ours = gradients(fully_shard_of_torch, mesh), gradients(drop_in.fully_shard, mesh)
     whole = [grad.full_tensor() for grad in ours]
     for name, reduce in REDUCTIONS.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from fsdp_compose import drop_in, flat_parameters, fully_shard
+from fsdp_compose import drop_in, fully_shard
 from fsdp_compose.errors import MisuseRuntimeError
 from tests.harness import distributed
 
@@ -53,7 +53,6 @@ def test_every_way_to_initialize_counts():
         lambda model: model.load_state_dict(whole.state_dict()),
         lambda model: [nn.init.ones_(param) for param in model.parameters()],
         lambda model: [param.data.fill_(float("nan")) for param in model.parameters()],
-        lambda model: [flat.data.zero_() for flat in flat_parameters(model)],
         lambda model: [module.reset_parameters() for module in model],
     ]
     for initialize in ways:

@@ -75,21 +75,12 @@ def finish_norm(combined: torch.Tensor, order: float) -> torch.Tensor:
 # ---- Results that each rank has a part of, as those of stock DTensor
 
 
-_leaves_partial = False
-
-
-def leave_partial(leaves: bool) -> None:
-    """From now on, sums, means and norms have the placements of stock DTensor: programs written for FSDP2 add up the
-    ranks' parts. Extremes stay complete: to take them once more changes nothing."""
-    global _leaves_partial
-    _leaves_partial = leaves
-
-
 def _is_left_partial(tensors: Sequence[Any]) -> bool:
-    """Whether the results of these tensors are. What autograd records, or needs, is complete."""
-    if not _leaves_partial or current_graph_task_id() != -1 or torch.compiler.is_compiling():
+    """Whether sums, means and norms of these tensors are. What autograd records, or needs, is complete. Extremes are
+    too: to take them once more changes nothing."""
+    if current_graph_task_id() != -1 or torch.compiler.is_compiling():
         return False
-    if not all(isinstance(tensor, RaggedDTensor) for tensor in tensors):
+    if not all(isinstance(tensor, RaggedDTensor) and tensor._spec.leaves_partial for tensor in tensors):
         return False
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     # Stock DTensor computes only with those of one mesh.
