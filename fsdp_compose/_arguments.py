@@ -13,6 +13,7 @@ from types import FunctionType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
+from typing_extensions import is_protocol
 
 from .errors import MisuseError, MisuseTypeError
 
@@ -93,14 +94,17 @@ def _kinds_of(function: Callable[..., Any], expected: Mapping[str, str]) -> dict
 def _test_of(kind: Any) -> tuple[_Test, str] | None:
     if kind in _TESTS:
         return _TESTS[kind]
-    if not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False):
+    if not isinstance(kind, type) or kind is Any or is_protocol(kind):
         return None
     if kind.__module__ in ("builtins", "collections.abc") and issubclass(kind, Iterable):
         return _TESTS[Mapping] if issubclass(kind, Mapping) else _TESTS[Iterable]
     name = f"torch.{kind.__name__}" if kind.__module__ == "torch" else kind.__qualname__
     words = f"a{'n' if name[0] in 'AEIOU' else ''} {name}"
-    # By name: torch's policies and options are called like ours.
-    return (lambda value: kind.__name__ in [base.__name__ for base in type(value).__mro__]), words
+
+    def fits(value: object) -> bool:  # by name, too: torch's policies and options are called like ours
+        return isinstance(value, kind) or kind.__name__ in [base.__name__ for base in type(value).__mro__]
+
+    return fits, words
 
 
 def _is_int(value: object) -> bool:

@@ -159,6 +159,12 @@ def test_every_name_in_the_private_file_has_a_test():
         "TypeVar",
         "annotations",
         "OrderedDict",
+        "Counter",
+        "defaultdict",
+        "FileSystemWriter",
+        "HuggingFaceStorageWriter",
+        "SerializationFormat",
+        "MisuseError",
         "Callable",
         "Sequence",
         "FrameType",
@@ -210,7 +216,7 @@ class Backward(torch.autograd.Function):
         return grad, None
 
 
-def test_norm_partial():
+def test_NormPartial():
     placement = _torch.NormPartial(3.0)
     assert placement.is_partial() and placement.norm_type == 3.0 and placement != Partial()
 

@@ -64,7 +64,7 @@ _HARMLESS: list[Any] = [
     (_Array, "numpy.ndarray"),
     (frozenset, "builtins.frozenset"),
     (lambda: b"", "builtins.bytes"),  # as which no bytes are pickled
-    *[(made, f"numpy.{core}.{name}") for name, made in _NUMPY.items() for core in ("core", "_core")],
+    *[(made, f"{core}.{name}") for name, made in _NUMPY.items() for core in ("numpy.core", "numpy._core")],
     *[(cls, f"datetime.{cls.__name__}") for cls in vars(datetime).values() if isinstance(cls, type)],
     *[
         (getattr(pathlib, name), f"{module}.{name}")

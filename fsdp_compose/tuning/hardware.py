@@ -346,10 +346,10 @@ def read_hardware(path: str | os.PathLike[str]) -> Hardware:
 def _curve_of(path: Any, where: str, item: Any) -> Curve:
     if isinstance(item, dict):
         item = {name: tuple(values) if isinstance(values, list) else values for name, values in item.items()}
-        curve: Curve = _record(path, where, Curve, item)
-        are_tuples = isinstance(curve.nbytes, tuple) and isinstance(curve.seconds, tuple)
-        if are_tuples and len(curve.nbytes) == len(curve.seconds) > 0 and _are_ascending(curve):
-            return curve
+        if all(isinstance(values, tuple) for values in item.values()):
+            curve: Curve = _record(path, where, Curve, item)
+            if len(curve.nbytes) == len(curve.seconds) > 0 and _are_ascending(curve):
+                return curve
     raise MisuseError(f"hardware {path}: {where}: expected nbytes, ascending, and as many seconds, got {item!r}")
 
 

@@ -193,7 +193,7 @@ def test_bad_arguments():
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="zero4")
     with pytest.raises(ValueError, match="a mesh of 2 dimension"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="hybrid")
-    with pytest.raises(TypeError, match="a name or a Strategy"):
+    with pytest.raises(TypeError, match="a string or a Strategy"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy=3)
     with pytest.raises(ValueError, match="got both"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="zero2", reshard_after_forward=True)

@@ -479,7 +479,8 @@ def test_an_optimizer_that_fails_on_one_rank_fails_on_all_and_changes_no_paramet
 
 @distributed(world_size=(2, 3))
 def test_what_cannot_be_made_on_one_rank_is_told_to_all():
-    params, is_first, is_broken = [*fully_shard(Parameters(SHAPES)).items], dist.get_rank() == 0, False
+    model = fully_shard(Parameters(SHAPES))
+    params, is_first, is_broken = [*model.items], dist.get_rank() == 0, False
 
     def make(given: Any) -> Any:
         if is_broken and is_first:

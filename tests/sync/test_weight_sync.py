@@ -588,7 +588,7 @@ def test_what_cannot_be_gathered_is_a_named_error():
     for options, error in (({"bucket_bytes": 0}, ValueError), ({"dtype": torch.int8}, TypeError)):
         with pytest.raises(error, match="full_parameters"):
             collected(model, **options)
-    with pytest.raises(TypeError, match="expected a module"):
+    with pytest.raises(TypeError, match="expected an nn.Module"):
         collected([model])
     with torch.device("meta"):
         empty = GPT(layers=1)
