@@ -371,15 +371,14 @@ def test_tensors_that_files_cannot_hold_are_refused_by_name():
 
 
 @distributed(world_size=2)
-def test_other_shapes_and_kinds_are_named_with_the_remedy():
+def test_other_shapes_are_named_with_the_remedy():
     folder = shared_folder() / "checkpoint"
-    save({"model": get_model_state_dict(stack(0)), "more": torch.ones(3)}, folder)
+    save({"model": get_model_state_dict(stack(0))}, folder)
     other = fully_shard(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
     before = snapshot(other)
-    for state, key in (({"model": get_model_state_dict(other)}, "model.0.weight"), ({"more": 3}, "more")):
-        with pytest.raises(RuntimeError, match=rf"for {key}.*Build the model .* Nothing was changed") as caught:
-            load(state, folder)
-        same_on_every_rank(str(caught.value))
+    with pytest.raises(RuntimeError, match="for model.0.weight.*Build the model .* Nothing was changed") as caught:
+        load({"model": get_model_state_dict(other)}, folder)
+    same_on_every_rank(str(caught.value))
     assert_equal(snapshot(other), before)
 
 

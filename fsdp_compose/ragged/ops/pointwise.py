@@ -41,19 +41,23 @@ from .views import as_in, first_ragged, gather_all, write_elsewhere
 
 # NaNs that no computation makes, by the size of an element.
 _MARKS = {2: (torch.int16, 0x7FED), 4: (torch.int32, 0x7FC0FEED), 8: (torch.int64, 0x7FF80000FEEDFEED)}
+_has_marks = False  # in this process
 
 
 def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Memory for a tensor that was on the meta device (``to_empty()``) is marked until it is written to."""
+    global _has_marks
     result = pointwise(func, args, kwargs)
     if args[0].is_meta and (mark := _mark_of(result._local_tensor)) is not None:
         mark.fill_(_MARKS[result.dtype.itemsize][1])
+        _has_marks = True
     return result
 
 
 def was_left_empty(local: torch.Tensor) -> bool:
     """Whether nobody has written to the memory of ``empty_like``. A rank without elements does not know."""
-    mark = _mark_of(local)
+    # Whoever reads an element waits for a device, and elements in host memory may be on their way.
+    mark = _mark_of(local) if _has_marks else None
     return mark is not None and mark.item() == _MARKS[local.dtype.itemsize][1]
 
 
