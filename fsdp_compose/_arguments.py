@@ -44,11 +44,12 @@ def size_of(size: int | str, what: str, least: int = 1, or_else: str = "") -> in
     return found
 
 
-def checked(**expected: str) -> Callable[[_T], _T]:
+def checked(**expected: str | None) -> Callable[[_T], _T]:
     """Let a public function, or the constructor of a class, refuse arguments whose types its annotations exclude.
 
     Args:
-        expected: for parameters that need it, what errors say instead of the annotation.
+        expected: for parameters that need it, what errors say instead of the annotation; ``None`` for those whose
+            mistakes on one rank are told to all.
     """
 
     def decorate(target: Any) -> Any:
@@ -79,15 +80,15 @@ def checked(**expected: str) -> Callable[[_T], _T]:
 _Test = Callable[[Any], bool]
 
 
-def _kinds_of(function: Callable[..., Any], expected: Mapping[str, str]) -> dict[str, tuple[list[_Test], str]]:
+def _kinds_of(function: Callable[..., Any], expected: Mapping[str, str | None]) -> dict[str, tuple[list[_Test], str]]:
     """How to test the arguments, and what is expected in words; without those of which annotations say too little."""
     found = {}
     for name, hint in get_type_hints(function).items():
         hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         tests = [test for item in hints if (test := _test_of(get_origin(item) or item)) is not None]
-        if len(tests) == len(hints):
+        if len(tests) == len(hints) and expected.get(name, "") is not None:
             words = " or ".join(dict.fromkeys([text for _, text in tests]))
-            found[name] = [fits for fits, _ in tests], expected.get(name, words)
+            found[name] = [fits for fits, _ in tests], expected.get(name) or words
     return found
 
 

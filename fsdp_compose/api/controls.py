@@ -366,7 +366,7 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool |
     _set_resharding("reshard_after_backward", module, reshard_after_backward, recurse)
 
 
-@checked()
+@checked(factor="a positive number or None")
 def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recurse: bool = True) -> None:
     """Divide the sum of the ranks' gradients by ``factor`` instead of the number of ranks, from the next reduction on.
 

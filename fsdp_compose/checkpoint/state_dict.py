@@ -458,7 +458,7 @@ def get_state_dict(
 # ---- Public functions: loading state dicts
 
 
-@checked()
+@checked(model_state_dict=None)
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -483,7 +483,7 @@ def set_model_state_dict(
     return load_into("set_model_state_dict()", model, None, model_state_dict, None, as_options(options))
 
 
-@checked()
+@checked(optim_state_dict=None)
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -512,7 +512,7 @@ def set_optimizer_state_dict(
     load_into("set_optimizer_state_dict()", model, optimizers, None, optim_state_dict, as_options(options))
 
 
-@checked()
+@checked(model_state_dict=None, optim_state_dict=None)
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,

@@ -96,6 +96,7 @@ NOT_CALLED = {
 }  # fmt: skip
 # Their arguments are checked by what they have, and their errors say more.
 OWN_CHECKS = {"fully_shard", "replicate", "drop_in.fully_shard", "declare_blockwise", "declare_elementwise"}
+TOLD = {"replicas", "model_state_dict", "optim_state_dict"}  # by other means, or to all ranks
 REFERENCE = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
 
 
@@ -119,7 +120,7 @@ PUBLIC = public()
 def test_every_public_function_refuses_arguments_of_other_types_by_name(name):
     function = PUBLIC[name]
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name != "replicas":
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name not in TOLD:
             with pytest.raises(MisuseTypeError, match=f"{parameter.name}="):
                 function(**{parameter.name: object()})
 

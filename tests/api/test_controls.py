@@ -269,7 +269,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "factor str": (lambda model: set_gradient_divide_factor(model, "2"), ValueError, "positive number"),
     "sum 1": (lambda model: set_force_sum_reduction_for_comms(model, 1), TypeError, "True or False"),
     "hook 3": (lambda model: set_post_reduction_hook(model, 3), TypeError, "expected a function"),
-    "backward None": (lambda model: set_reshard_after_backward(model, None), TypeError, "True, False or"),
+    "backward None": (lambda model: set_reshard_after_backward(model, None), TypeError, "True or False or"),
     "last 0": (lambda model: set_is_last_backward(model, 0), TypeError, "True or False"),
     "all-reduce 0": (lambda model: set_requires_all_reduce(model, 0), TypeError, "True or False"),
     "prefetch of a plain module": (

@@ -370,7 +370,12 @@ REJECTED: dict[str, tuple[Callable[[Tree], Any], Callable[[Tree], Any], type[Exc
     "not a module": (lambda t: None, lambda t: fully_shard("left"), TypeError, r"nn\.Module.*got str"),
     "an empty list": (lambda t: None, lambda t: fully_shard([]), TypeError, "non-empty list"),
     "a list with a tensor": (lambda t: None, lambda t: fully_shard([t.left, torch.ones(1)]), TypeError, "got list"),
-    "a mesh that is none": (lambda t: None, lambda t: fully_shard(t.left, mesh=4), TypeError, "DeviceMesh, got int"),
+    "a mesh that is none": (
+        lambda t: None,
+        lambda t: fully_shard(t.left, mesh=4),
+        TypeError,
+        "None, got int",
+    ),
     "a mesh of three dimensions": (
         lambda t: None,
         lambda t: fully_shard(t.left, mesh=init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))),
