@@ -222,8 +222,10 @@ class Run:
 
     def state(self) -> dict[str, object]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        progress = json.dumps({"step": self.step, "log": self.log})
-        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "progress": progress}
+        progress = [json.dumps({"step": self.step, "log": self.log})]
+        dist.broadcast_object_list(progress)  # the log has times: what differs between ranks is saved for each of them
+        scheduler = self.scheduler.state_dict()
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": progress[0]}
 
     def save(self, args: argparse.Namespace) -> None:
         path = args.out / f"step-{self.step}"

@@ -8,6 +8,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
+from inspect import Parameter
+from itertools import takewhile
 from pathlib import Path
 from types import FunctionType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -56,7 +58,9 @@ def checked(**expected: str | None) -> Callable[[_T], _T]:
         if isinstance(target, type):
             target.__init__ = decorate(target.__init__)  # type: ignore[misc]
             return target
-        names = [*inspect.signature(target).parameters]
+        parameters = inspect.signature(target).parameters
+        # What comes after *arguments is no position.
+        names = [*takewhile(lambda name: parameters[name].kind is not Parameter.VAR_POSITIONAL, parameters)]
         kinds: dict[str, tuple[list[_Test], str]] = {}
 
         @functools.wraps(target)
