@@ -1107,9 +1107,9 @@ def mend_mesh(mesh: _DeviceMesh) -> None:
         mend_mesh(mesh._root_mesh)
 
 
-def rank_of_mesh(mesh: _DeviceMesh) -> int:
-    """The rank that made a mesh: another one's, if that has pickled it."""
-    return mesh._rank
+def rank_of_mesh(mesh: _DeviceMesh) -> int | None:
+    """The rank that made a mesh: another one's, if that has pickled it. ``None`` for the mesh's stand-in in a graph."""
+    return getattr(mesh, "_rank", None)
 
 
 def flatten_mesh(mesh: _DeviceMesh) -> _DeviceMesh:

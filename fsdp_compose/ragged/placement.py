@@ -414,7 +414,8 @@ class RaggedSpec(DTensorSpec):
     def rank(self) -> int:
         """This rank's position in the ragged mesh dimension, unless the local shard is another's, from a file."""
         here = f"rank {dist.get_rank()}" if dist.is_initialized() else "a process without a process group"
-        if here != f"rank {rank_of_mesh(self.mesh)}":
+        made_by = rank_of_mesh(self.mesh)
+        if made_by is not None and here != f"rank {made_by}":
             raise MisuseRuntimeError(self._told(f"{here} can only look at the to_local() of"))
         return self.mesh.get_local_rank(self.ragged_dim)
 
