@@ -52,7 +52,8 @@ class Costs:
             for function, of in sorted(self.measured.items())
             if of
         }
-        self.file.write_text(json.dumps(costs, indent=0) + "\n")
+        lines = (f"{json.dumps(function)}: {json.dumps(cost)}" for function, cost in costs.items())
+        self.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _mean(seconds: Iterable[float]) -> float:
