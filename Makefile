@@ -51,7 +51,7 @@ test-programs: .venv/installed-test
 	$(BIN)/python -m pytest --tier all --numprocesses $(PROGRAM_PROCESSES) --dist worksteal $(PYTEST_ARGS) tests/whole
 
 test-integrations: .venv-integrations/installed
-	.venv-integrations/bin/python -m pytest --numprocesses $(PROGRAM_PROCESSES) $(PYTEST_ARGS) tests_integration
+	.venv-integrations/bin/python -m pytest --numprocesses $(PROGRAM_PROCESSES) $(PYTEST_ARGS) --timeout 600 tests_integration
 
 # With another torch: the tests of `make test`, or those that TEST_ARGS names.
 TORCH_ENV = .venv-torch-$(VERSION)
