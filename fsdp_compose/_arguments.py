@@ -61,14 +61,14 @@ def checked(**expected: str | None) -> Callable[[_T], _T]:
         parameters = inspect.signature(target).parameters
         # What comes after *arguments is no position.
         names = [*takewhile(lambda name: parameters[name].kind is not Parameter.VAR_POSITIONAL, parameters)]
-        kinds: dict[str, tuple[list[_Test], str]] = {}
+        # Not now: annotations name what is made later.
+        kinds_of_target = functools.cache(functools.partial(_kinds_of, target, expected))
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return target(*args, **kwargs)
-            if not kinds:  # not earlier: annotations name what is made later
-                kinds.update(_kinds_of(target, expected))
+            kinds = kinds_of_target()
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
                 if name in kinds and not any([fits(value) for fits in kinds[name][0]]):
                     where = f"{target.__qualname__.removesuffix('.__init__')}({name}={_shown(value)})"

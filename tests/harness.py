@@ -217,7 +217,7 @@ _lasting_meshes: list[DeviceMesh] = []
 
 @functools.cache
 def _lasting_group(size: int, stride: int, _same: int) -> dist.ProcessGroup | None:
-    """Of every ``stride``-th rank, ``size`` in all."""
+    """The process group of this rank and ``size - 1`` others, ``stride`` ranks apart, for all tests of this pool."""
     if size == dist.get_world_size():  # as torch's meshes have it
         return dist.group.WORLD
     ranks = torch.arange(dist.get_world_size()).view(-1, size, stride).mT.reshape(-1, size)

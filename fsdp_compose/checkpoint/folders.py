@@ -460,7 +460,7 @@ def is_held(descriptor: int) -> bool | None:
 
 
 def is_lock_held(path: Path) -> bool | None:
-    """The same of a file that may not exist (``None``)."""
+    """Whether some process holds the lock file at ``path``; ``None`` if there is no such file."""
     try:
         with path.open("rb") as lock:
             return is_held(lock.fileno())

@@ -105,7 +105,7 @@ def keep(folder: str | Path, last: int = 3) -> list[Path]:
 
 
 class _Checkpoint(NamedTuple):
-    """One, and the name that its folder had: text and numbers in turn, so that 9 is below 10."""
+    """A complete checkpoint, and the name that its folder had: text and numbers in turn, so that 9 is below 10."""
 
     path: Path
     saved: Saved | None
@@ -113,7 +113,7 @@ class _Checkpoint(NamedTuple):
 
     @property
     def save(self) -> Any:
-        """The same for copies, and for links."""
+        """What identifies the save: a checkpoint, its copies and links to it have equal ones."""
         return self.saved or self.name
 
     def is_older(self, other: _Checkpoint) -> bool | None:

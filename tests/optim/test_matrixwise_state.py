@@ -154,7 +154,7 @@ def test_pickled_without_ranks():
 
 @distributed(world_size=2)
 def test_state_of_one_process_loads():
-    """Of an optimizer that knows nothing of ``Matrixwise``."""
+    """The state was saved by an optimizer that knows nothing of ``Matrixwise``."""
     params = [*Parameters(SHAPES[:2]).items]
     plain = Counting(params)
     model = fully_shard(Parameters(SHAPES[:2]))

@@ -25,7 +25,7 @@ LATER = {"lr": 0.05, "weight_decay": 0.3}
 
 
 class Torchs:
-    """The same parameters in one process, trained by torch's two optimizers."""
+    """One process trains the same parameters with torch's Muon and AdamW."""
 
     def __init__(self) -> None:
         self.params = [*Parameters(SHAPES).items]
