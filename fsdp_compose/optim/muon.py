@@ -521,7 +521,10 @@ def _check_options(group: Mapping[str, Any]) -> None:
                 "Was it saved by another optimizer, or its algorithm changed later? Nothing was changed"
             )
         value = group[name]
-        value = value.item() if name == "lr" and isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if name == "lr" and isinstance(value, torch.Tensor) and value.numel() == 1:
+            if value.device.type != "cpu":  # to read it would wait for the device, at each step
+                continue
+            value = value.item()
         if not is_valid(value):
             raise MisuseError(f"Muon({name}={value!r}): expected {expected}")
     for name in _UNKNOWN:

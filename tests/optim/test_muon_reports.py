@@ -210,8 +210,9 @@ def test_temporary_memory_is_at_most_four_buckets_and_the_largest_matrix(shapes)
         params = [*model.items]
         optimizer = Muon(params, bucket_bytes=bucket, ns_dtype=dtype)
         give_gradients(params, 0)
-        optimizer.step()
-        peak, told = peak_within(optimizer.step), optimizer.describe().temporary_bytes
+        with torch.backends.mkldnn.flags(enabled=False):  # on some processors, its products of bf16 take memory too
+            optimizer.step()
+            peak, told = peak_within(optimizer.step), optimizer.describe().temporary_bytes
         largest = max(shape[-2] * shape[-1] for shape in shapes) * dtype.itemsize
         print(f"{shapes[0]}, {dtype}: {peak / bucket:.2f} buckets, {told / bucket:.2f} told, {largest / bucket:.2f}")
         assert peak <= 4 * bucket + largest
