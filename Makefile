@@ -24,6 +24,10 @@ TEST_PROCESSES ?= 2
 PROGRAM_PROCESSES ?= 3
 FAULTS_ARGS ?=
 
+# Images of containers often set this. Without bytecode each of the hundreds of processes of a test run compiles torch,
+# for six seconds, and this package.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
@@ -92,10 +96,10 @@ clean:
 
 # One stamp per extra of pyproject.toml: installed again only when what is to be installed changes.
 .venv/installed-%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[$*]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-# Other environments take from .venv what they do not install themselves. What is compiled at the first import need not be now.
+# Other environments take from .venv what they do not install themselves. Their packages are compiled when first imported.
 PIP_INSTALL = $(BIN)/python -m pip --python $(@D)/bin/python install --disable-pip-version-check --no-compile
 
 define take_the_rest_from_venv

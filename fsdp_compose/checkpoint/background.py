@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -402,8 +402,9 @@ class _Staging:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
 
-    def __del__(self) -> None:
-        self._release()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then modules are gone, and the system frees all memory
+            self._release()
 
     def reserve(self, nbytes: int, pinned: bool) -> None:
         """Have room for so many bytes."""
