@@ -332,6 +332,10 @@ class Clocks(TorchDispatchMode):
             if argument.name in kwargs:
                 is_write = argument.alias_info is not None and argument.alias_info.is_write
                 self._touch_all(kwargs[argument.name], is_write, name, stream)
+        if name == "aten::copy_" and stream is not self.host and not any(args[2:]):
+            target = self._memory.get(args[0].untyped_storage()._cdata)
+            if target and target.is_host:  # unless asked not to, such a copy returns when it has ended
+                self.let_host_wait(stream.clock)
         result = func(*args, **kwargs)
         for made in tree_leaves(result):
             if isinstance(made, torch.Tensor) and id(made) not in known:

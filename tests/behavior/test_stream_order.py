@@ -172,6 +172,19 @@ def dropped_inputs(clocks: Clocks) -> None:
     steps(sharded, adamw(sharded.parameters()))
 
 
+def from_meta(clocks: Clocks) -> None:
+    """Memory that nobody has initialized is looked for in all later models, also in host memory."""
+    with torch.device("meta"):
+        model = GPT(layers=2)
+    model = clocked(clocks, shard_layers(model, offload_policy=CPUOffloadPolicy()))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.1)
+    steps(model, adamw(model.parameters()))
+    plain(clocks, offload_policy=CPUOffloadPolicy())
+
+
 PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "resharding": lambda clocks: plain(clocks),
     "no resharding": lambda clocks: plain(clocks, reshard_after_forward=False),
@@ -190,6 +203,7 @@ PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "offload, bf16, accumulation": lambda clocks: plain(
         clocks, offload_policy=CPUOffloadPolicy(), mp_policy=BF16, microbatches=2
     ),
+    "offload, from meta": from_meta,
     "offloaded inputs": offloaded_inputs,
     "offloaded inputs, dropped": dropped_inputs,
     "functional": functional,
