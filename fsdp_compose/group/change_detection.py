@@ -7,6 +7,7 @@ never written after ``to_empty()``, and groups that sleep in host memory."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -299,6 +300,7 @@ class MetaBuffer(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         with PlainAttributes():
             memo[id(self)] = twin = torch.empty_like(self).as_subclass(MetaBuffer)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
 
 
@@ -307,7 +309,9 @@ def detect_meta_buffers(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name, buffer in _non_persistent(module):
             if type(buffer) is torch.Tensor and buffer.is_meta:
-                setattr(module, name, buffer.as_subclass(MetaBuffer))
+                watched = buffer.as_subclass(MetaBuffer)
+                vars(watched).update(vars(buffer))
+                setattr(module, name, watched)
 
 
 def refuse_unwritten_buffers(modules: Iterable[tuple[str, nn.Module]]) -> None:

@@ -338,6 +338,17 @@ def test_non_persistent_buffers_written_with_any_value_are_not_refused():
         twin(x)
 
 
+@distributed(world_size=1)
+def test_non_persistent_meta_buffers_keep_their_attributes():
+    with torch.device("meta"):
+        model = Rotary()
+    model.frequencies.base = {"theta": 10}
+    fully_shard(model)
+    assert model.frequencies.base == {"theta": 10}
+    copied = copy.deepcopy(model).frequencies
+    assert copied.base == {"theta": 10} and copied.base is not model.frequencies.base
+
+
 # ---- dtypes of gradients
 
 
