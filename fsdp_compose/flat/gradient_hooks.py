@@ -19,12 +19,11 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import gradient_hooks, is_part_of_multi_grad_hook, queue_end_of_backward, set_leaf_hooks
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import MixedOperandsError, ParameterOwner, RaggedDTensor, distribute_ragged, parameter_owners
+from ..ragged import MixedOperandsError, ParameterOwner, parameter_owners
 from .accumulation import behind, put_behind
 from .sharded_param import is_sharded_like, like_sharded_param
 
@@ -188,7 +187,7 @@ class GradientHooks(ParameterOwner):
                     result = hook(whole)
                     result = whole if result is None else result  # the hook may have changed it in place
                 if result is not None:
-                    gradient.copy_(_sharded_like(gradient, result))
+                    gradient.copy_(result)  # which may be plain: the whole, on every rank
 
     def accumulated(self, index: int) -> None:
         """Call the hooks that follow the accumulation into ``.grad``."""
@@ -323,13 +322,6 @@ class GradientHooks(ParameterOwner):
     def forget_arrivals(self) -> None:
         self._arrivals.clear()
         self._accumulated.clear()
-
-
-def _sharded_like(gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """What a hook has returned for ``gradient``, sharded like it. A plain tensor is whole on every rank."""
-    if not isinstance(gradient, RaggedDTensor) or isinstance(result, DTensor) or result.shape != gradient.shape:
-        return result
-    return distribute_ragged(result, gradient.device_mesh, gradient.placements, src_data_rank=None)
 
 
 class _EndOfBackward:

@@ -125,6 +125,8 @@ class KeptTensors:
     def _has_changed(self, namespaces: Sequence[Namespace]) -> bool:
         if any(self._empty) or [*map(len, namespaces), *map(len, self._live)] != self._lengths:
             return True
+        if any([key not in namespaces[i] for i, key in self._places]):  # another may be there instead
+            return True
         try:
             values = [*self._contents, *[getter(namespaces[i]) for i, getter in self._slots]]
         except KeyError:
@@ -134,6 +136,7 @@ class KeptTensors:
     def _search(self, namespaces: Sequence[Namespace]) -> None:
         """Look at everything, and remember it for comparison."""
         self._slots.clear()
+        self._places = [(i, key) for i, key in self._places if key in namespaces[i]]
         known: list[Any] = []
         collections: list[Collection[Any]] = []
         for i, (namespace, never_change) in enumerate(zip(namespaces, self._never_change, strict=True)):

@@ -197,3 +197,10 @@ def test_bad_arguments():
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy=3)
     with pytest.raises(ValueError, match="got both"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="zero2", reshard_after_forward=True)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (2, 1)])
+def test_parts_that_all_ranks_hold_together_are_the_default(sizes):
+    assert Strategy((S, S), (R, R), (S, S)).reshards(sizes) is None
+    parts = Strategy((R, S), (S, S), (S, S)).reshards(sizes)
+    assert parts == {(1, 2): None, (2, 2): 2, (2, 1): False}[sizes]

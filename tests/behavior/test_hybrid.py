@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose import (
@@ -36,6 +36,8 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_state_dict,
 )
+from fsdp_compose.comm.failure import together
+from fsdp_compose.group.registry import get_state
 from tests.group.test_one_rank_differs import DIFFERENT, Loop, build
 from tests.harness import distributed, lasting_groups, lasting_mesh, same_on_every_rank
 from tests.internals import impatient
@@ -378,6 +380,14 @@ def test_groups_on_other_ranks_are_refused_by_name():
     fully_shard(model, mesh=mesh_of(2, 2))
     with pytest.raises(ValueError, match=r"blocks\.0\.norm1\.weight is on the ranks \[\d, \d\].*\[0, 1, 2, 3\]"):
         model(next(batches(1))[:, :-1])
+
+
+@distributed(world_size=4)
+def test_process_groups_of_a_mesh_fail_together():
+    mesh = get_state(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 2)))).mesh
+    groups = {mesh.peers, mesh.shard_group, mesh.replicate_group}
+    assert len(groups) == 3
+    assert all(groups <= {*together(group)} for group in groups)
 
 
 @distributed(world_size=4)

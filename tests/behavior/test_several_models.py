@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp_compose import fully_shard, functional_mode, set_requires_gradient_sync
+from fsdp_compose import fully_shard, functional_mode, set_requires_gradient_sync, set_transport
 from tests.harness import breakable_mesh, distributed, environment, same_on_every_rank
 from tests.training import assert_no_gradients, local_part
 
@@ -107,6 +107,18 @@ def test_first_forwards_in_different_order_next_to_a_model_of_one_rank_raise_at_
         loss_of(models[1 - rank])
     if rank == 0:
         del unused
+
+
+@distributed(world_size=1)
+def test_a_group_that_gets_another_root_waits_for_no_backward_of_the_old_one():
+    block = fully_shard(nn.Linear(4, 4))
+    block(torch.ones(2, 4))  # as a model of its own; nothing is computed from the result
+    model = fully_shard(nn.Sequential(block, nn.Linear(4, 4)))
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    set_transport(model, lambda transport, role: transport)  # refused while a backward is to come
+    model(torch.ones(2, 4)).sum().backward()
+    assert block.weight.grad is not None
 
 
 @distributed(world_size=2)

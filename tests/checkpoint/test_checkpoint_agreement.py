@@ -435,6 +435,19 @@ def test_lists_of_tensors_and_state_of_no_parameter_round_trip(how, is_flat):
 
 
 @distributed(world_size=2)
+def test_two_parameters_of_a_flat_view_have_state_of_one_nesting():
+    model, other = fully_shard(Matrices()), fully_shard(Matrices())
+    optimizer, flat = Historian(model.parameters()), Historian(flat_parameters(other))
+    train(model, optimizer, 2)
+    for longer in ("first", "second"):
+        state = get_optimizer_state_dict(model, optimizer, options=FULL)
+        state["state"][f"{longer}.weight"]["history"].pop()
+        with told(r"or lists of other lengths, but the optimizer holds both in one flat view"):
+            set_optimizer_state_dict(other, flat, state)
+    assert not flat.state[flat.param_groups[0]["params"][0]]
+
+
+@distributed(world_size=2)
 def test_state_under_a_key_without_a_name_is_refused():
     model = fully_shard(Matrices())
     optimizer = Historian(model.parameters())

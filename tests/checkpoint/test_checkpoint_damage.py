@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,6 +272,27 @@ def test_folders_of_others_are_never_deleted():
     with pytest.raises(RuntimeError, match="latest exists"):
         save(state, folder / "latest")
     assert sorted(str(path) for path in folder.rglob("*")) == before
+
+
+def test_a_folder_that_another_job_makes_at_the_last_moment_is_not_touched(tmp_path, monkeypatch):
+    folder, rename = tmp_path / "best", Path.rename
+
+    def rename_later(source, target):
+        (target / "of another").mkdir(parents=True)
+        rename(source, target)
+
+    def rename_on_full_disk(*_):
+        raise OSError(errno.ENOSPC, "No space")
+
+    for named, kind, text in (
+        (rename_on_full_disk, OSError, "No space"),
+        (rename_later, RuntimeError, "best exists now, and was not touched"),
+    ):
+        (folders.partial_of(folder) / "mine").mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(Path, "rename", named)
+        with pytest.raises(kind, match=text):
+            folders.finish_folder(folder, "mine")
+    assert [path.name for path in folder.iterdir()] == ["of another"]
 
 
 @distributed(world_size=2)

@@ -83,12 +83,14 @@ def test_hooks_that_rename_entries_find_sharded_ones():
 
 class SavesItself(nn.Linear):
     look: Callable[[], None] = staticmethod(lambda: None)
+    num_saved = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.look()
         return super().forward(x)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.num_saved += 1
         destination[prefix + "saved"] = self.weight.detach()
 
 
@@ -102,6 +104,7 @@ def test_a_module_that_saves_itself_is_refused_by_name_in_another_thread_in_forw
     model[0].look = lambda: in_thread(model.state_dict)
     with pytest.raises(FSDPComposeError, match="another thread.*SavesItself.*shards"):
         model(rows())
+    assert model[0].num_saved == 2, "forward might end while the method saves"
 
 
 @distributed(world_size=1)

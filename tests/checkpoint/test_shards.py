@@ -241,6 +241,16 @@ def test_what_it_refuses():
 
 
 @distributed(world_size=1)
+def test_copies_made_in_inference_mode_are_usual_tensors():
+    model, optimizer, held = made()
+    train(model, optimizer, 0)
+    with torch.inference_mode():
+        state = held.state()
+    assert not [key for key, value in state.items() if value.is_inference()]
+    assert [value.add_(1) for value in state.values() if value.is_floating_point()]
+
+
+@distributed(world_size=1)
 def test_state_not_shaped_like_its_parameter_needs_an_optimizer_that_has_stepped():
     def make(seed: int) -> tuple[Callable[[], None], Shards]:
         torch.manual_seed(seed)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ from fsdp_compose import fully_shard
 from fsdp_compose.__main__ import main
 from fsdp_compose._torch import fake_store
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
+from fsdp_compose.comm.failure import Meeting, meeting_in
 from fsdp_compose.group import HANG_SECONDS_ENV, POSITION_MARK
+from fsdp_compose.group.collective_order import CollectiveLog
+from fsdp_compose.group.debug import position
 from fsdp_compose.inspect import explain_hang, positions_in
-from tests.harness import distributed
+from tests.harness import distributed, fake_process_group
 
 
 class Lines(logging.Handler):
@@ -150,6 +155,32 @@ def test_who_waits_for_whom() -> None:
     assert "none is behind" in moved
     groups = explain_hang([_position(0, ranks="0-1", size=2), _position(0, ranks="2-3", size=2)])
     assert groups.count("process group of ranks") == 2
+
+
+def test_each_thread_waits_in_meetings_of_its_own() -> None:
+    other: list[Meeting] = []
+    entered, is_over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with Meeting(dist.group.WORLD, "in a thread") as meeting:
+            other.append(meeting)
+            entered.set()
+            is_over.wait(20)
+
+    with fake_process_group(0, 2):
+        thread, mine = threading.Thread(target=wait), threading.get_ident()
+        with Meeting(dist.group.WORLD, "outer") as outer, Meeting(dist.group.WORLD, "inner") as inner:
+            thread.start()
+            assert entered.wait(20) and meeting_in(mine) is inner and meeting_in(thread.ident or 0) is other[0]
+        assert meeting_in(mine) is None and meeting_in(thread.ident or 0) is other[0] is not outer
+        is_over.set()
+        thread.join(20)
+
+
+def test_a_place_without_a_line_of_the_package_is_empty() -> None:
+    with fake_process_group(0, 2), ThreadPoolExecutor(1) as pool:
+        told = pool.submit(position, dist.group.WORLD, CollectiveLog(), [], 60.0)  # while this thread waits, in its own
+        assert told.result(20)["waits_in"] == ""
 
 
 def test_command_puts_logs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

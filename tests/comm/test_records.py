@@ -5,13 +5,16 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.nn as nn
 
-from fsdp_compose import fully_shard
+from fsdp_compose import fully_shard, replicate
 from fsdp_compose.comm import store
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
 from fsdp_compose.flat.collectives import Communicator
 from fsdp_compose.group.debug import LockstepCommunicator
+from fsdp_compose.group.registry import get_state
 from tests.harness import breakable_mesh, distributed, environment, same_on_every_rank
 from tests.models import rows
 from tests.training import experts, interrupt, local_part, mean_square, stacks
@@ -47,6 +50,19 @@ def test_errors_of_an_interruption_on_one_rank_name_where_every_rank_was():
     if dist.get_rank() == 1:
         assert "rank 1: all-gather of blocks.0 in forward, collective 2" in text
     assert "rank 0: all-gather of blocks.1 in forward" in text
+
+
+@distributed(world_size=2)
+def test_reductions_of_replicated_groups_are_recorded_and_agreed_on():
+    with environment(**{DEBUG_ENV: "1"}):
+        mesh = breakable_mesh()
+        torch.manual_seed(0)
+        models = [replicate(nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
+        models[0](torch.ones(2, 4)).sum().backward()
+        assert "all-reduce of " in last_of_every_rank(get_state(models[0]).mesh.peers)
+        with pytest.raises(RuntimeError, match="the ranks are about to do different things") as error:
+            models[dist.get_rank()](torch.ones(2, 4)).sum().backward()
+        same_on_every_rank(str(error.value))
 
 
 @distributed(world_size=2)

@@ -26,6 +26,7 @@ from fsdp_compose import (
     clip_grad_norm_,
     find_unreduced_parameters,
     flat_parameters,
+    fully_shard,
     functional_mode,
     keep_unsharded,
     no_sync,
@@ -277,6 +278,17 @@ def test_training_equals_that_of_the_unsharded_model(name, way):
 def test_training_equals_that_of_the_unsharded_model_at_other_world_sizes(name):
     for way in ("plain", "checkpointed", "hybrid"):
         check_training(CLASSES[name], **WAYS[way])
+
+
+@distributed(world_size=1)
+def test_parameters_have_the_dtype_of_their_elements():
+    for dtype in (torch.bfloat16, torch.float64):
+        layer = nn.Linear(DIM, DIM, bias=False, dtype=dtype)
+        layer.weight = nn.Parameter(Blocks.of(layer.weight.detach()), requires_grad=False)
+        sharded = fully_shard(layer).weight
+        assert {item.dtype for item in (sharded, sharded.detach(), sharded.to_local(), copy.deepcopy(sharded))} == {
+            dtype
+        }
 
 
 @pytest.mark.parametrize("name", CLASSES)

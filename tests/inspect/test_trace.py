@@ -27,10 +27,12 @@ from fsdp_compose import (
     summon_full_params,
     trace,
 )
+from fsdp_compose.comm.transport import CollectiveNotes
 from fsdp_compose.flat.collectives import Communicator
 from fsdp_compose.flat.events import _methods
 from fsdp_compose.group.parameter_swap import ParameterSwap
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states
+from fsdp_compose.inspect.trace import recorded
 from fsdp_compose.inspect.trace_formats import lanes
 from tests.harness import distributed, fake_process_group
 from tests.models import shard_layers
@@ -403,6 +405,32 @@ def test_events_that_cross_are_in_different_lanes():
     outer, crosses, inside, later = event(0, 4), event(1, 5), event(2, 4), event(4, 6)
     assert lanes([outer, inside, later]) == [[outer, inside, later]]
     assert lanes([crosses, inside, outer, later]) == [[outer, inside, later], [crosses]]
+
+
+def test_every_collective_is_under_way_between_its_issue_and_its_wait():
+    """From then on, an accelerator's clock follows it."""
+    steps: defaultdict[object, list[str]] = defaultdict(list)
+
+    class Notes(CollectiveNotes):
+        def issue(self, collective):
+            steps[collective].append("issue")
+
+        def under_way(self, collective, work):
+            steps[collective].append("under way")
+
+        def wait(self, collective):
+            steps[collective].append("wait")
+
+        def done(self, collective):
+            steps[collective].append("done")
+
+    with fake_process_group(rank=1, world_size=4):
+        model = shard_layers(Stack(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
+        with recorded(_get_fsdp_states(model), lambda _: Notes()):
+            step(model)
+    kinds = {collective.kind for collective in steps}
+    assert kinds == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert {(*found,) for found in steps.values()} == {("issue", "under way", "wait", "done")}
 
 
 @distributed(world_size=2)

@@ -122,6 +122,19 @@ def test_state_comes_back_as_what_it_was(dtype):
         torch.set_default_dtype(usual)
 
 
+@distributed(world_size=2)
+def test_state_is_shown_and_placed_as_what_its_matrix_keeps():
+    model, optimizer = trained(Counting, 1)
+    dtypes = {"int": torch.int64, "float": torch.float64, "bool": torch.bool, "mean": torch.float32}
+    for state in (optimizer.state[model.items[0]], *(optimizer.state[model.items[2]][str(i)] for i in range(2))):
+        assert {key: state[key].dtype for key in dtypes} == dtypes
+        assert all(state[key].dtype == value.dtype for key, value in SCALARS.items())
+    stack = model.items[2]
+    assert optimizer.place_state(stack, "1.mean", (3, 6), torch.float32).shape == (3, 6)
+    for key in ("2.mean", "mean", "last.mean"):  # the stack has two matrices
+        assert optimizer.place_state(stack, key, (3, 6), torch.float32) is None
+
+
 def save_trained(folder: str) -> None:
     model, optimizer = trained(Counting, 2)
     model_state, optimizer_state = get_state_dict(model, optimizer)

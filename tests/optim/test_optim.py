@@ -490,6 +490,28 @@ def test_hooks_on_flat_views_run_once_per_reducing_backward():
     assert seen == []
 
 
+@pytest.mark.parametrize("hooked", ["weight", "bias"])
+@distributed(world_size=2)
+def test_terms_of_the_loss_on_parameters_of_a_flat_view_that_is_being_reduced(hooked):
+    reference, model = build(), shard_layers(build())
+    views, terms = flat_parameters(model), {}
+    for item in (reference, model):
+        getattr(item.aside, hooked).register_hook(lambda grad: grad * 2)
+
+        def note(*_: Any, item: Net = item) -> None:
+            params = [param.to_local() if item is model else param for param in item.aside.parameters()]
+            terms[item] = sum(param.square().sum() for param in params)
+
+        item.extra.register_forward_pre_hook(note)  # backward comes to the terms when that layer's own is over
+    for step in range(3):
+        for item, rows in ((reference, batch(step)), (model, mine(step))):
+            (item(rows).square().mean() + terms[item]).backward()
+        for (name, param), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(param.grad.full_tensor(), wanted.grad, atol=1e-5), (name, step)
+        reference.aside.weight.grad = model.aside.weight.grad = None  # the gradients beside it accumulate
+    assert all(view.grad is not None for view in views)
+
+
 @distributed(world_size=2)
 def test_an_optimizer_step_inside_a_post_accumulate_hook():
     models = [shard_layers(build()) for _ in range(2)]

@@ -19,7 +19,7 @@ import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, fully_shard
 from fsdp_compose.ragged.ops.operands import GatheredView
@@ -502,6 +502,20 @@ def test_local_and_full_tensors_are_differentiable():
     assert x.to_local().data_ptr() == x.detach().to_local().data_ptr()
 
 
+@distributed(world_size=3, timeout=60)
+def test_grad_placements_say_what_gradients_of_a_view_are():
+    warnings.simplefilter("ignore")
+    mesh, factor = build_mesh("rows"), dist.get_rank() + 1.0
+    for local in (True, False):
+        for placement, expected in ((Partial(), 6.0), (None, 2.0)):  # the sum over ranks, and the average
+            x = distribute_ragged(torch.ones(SHAPE), mesh, [RaggedShard((7, 3, 0))]).requires_grad_(True)
+            given = None if placement is None else [placement]
+            view = x.t()
+            value = view.to_local(grad_placements=given) if local else view.full_tensor(grad_placements=given)
+            (value * factor).sum().backward()
+            assert x.grad.full_tensor().unique().tolist() == [expected], (local, placement)
+
+
 def roundtrip(tensor: torch.Tensor, how: str) -> torch.Tensor:
     if how == "deepcopy":
         return copy.deepcopy(tensor)
@@ -580,6 +594,18 @@ def check_initialization(layout: str) -> None:
         torch.manual_seed(3)
         initialize(actual)
         assert torch.equal(actual.full_tensor(), expected), name
+
+
+@distributed(world_size=3, timeout=60)
+def test_numbers_are_drawn_in_the_dtype_of_the_tensor():
+    for dtype in (torch.float64, torch.bfloat16):
+        for draw in (torch.rand_like, torch.randn_like, torch.Tensor.normal_):
+            full = torch.zeros(SHAPE, dtype=dtype)
+            sharded = distribute_ragged(full, build_mesh("rows"), [RaggedShard((7, 3, 0))])
+            torch.manual_seed(3)
+            expected = draw(full)
+            torch.manual_seed(3)
+            assert_same(full_of(draw(sharded)), expected)
 
 
 @distributed(world_size=4, timeout=60)
@@ -874,6 +900,7 @@ SCALAR_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "foreach in place": inplace(lambda p, d: torch._foreach_add_([p, p.clone()], 2.0)),
     "norm": lambda p, d: p.norm(),
     "row": lambda p, d: p * torch.ones(3).sum(),
+    "beside a row": lambda p, d: p + d.expand(3),
     "view": inplace(lambda p, d: p.view(1).mul_(2)),
     "equal": lambda p, d: torch.equal(p, torch.tensor(2.5)),
     "equal to replicated": lambda p, d: torch.equal(d, p),

@@ -63,6 +63,10 @@ def test_large_groups_among_very_many_ranks_are_advised_to_be_sharded_over_fewer
     assert "layers.0: 104 KiB" in text and "Or Merge 2 adjacent groups" in text
 
 
+def test_one_mib_on_each_rank_is_enough():
+    assert "a mesh of (4, 16)" in advice([GroupSize("layers.0", 256 * KIB)], 64)
+
+
 def test_nothing_is_said_where_most_groups_are_large_enough():
     groups = [GroupSize(f"layers.{i}", 2 * MIB) for i in range(8)] + [GroupSize("norm", 16)]
     assert advice(groups, 1024) == "" and advice([], 1024) == ""

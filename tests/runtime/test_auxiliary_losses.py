@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -35,13 +36,13 @@ class Layer(nn.Module):
         self.all: list[torch.Tensor] = []
         self.state = SimpleNamespace(aux=None, size=4)
         self.keep: Callable[[Layer, torch.Tensor, int], Any] = lambda *_: None
-        self.step = -1
+        self.steps = itertools.count()  # nothing but what is kept changes in the module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.step += 1
+        step = next(self.steps)
         y = self.second(self.inner(self.first(x)))
-        if self.step in (4, 5, 7):
-            self.keep(self, self.second(torch.relu(self.first(x))).pow(2).mean(), self.step)
+        if step in (4, 5, 7):
+            self.keep(self, self.second(torch.relu(self.first(x))).pow(2).mean(), step)
         return y
 
 
@@ -106,7 +107,7 @@ def test_loss_that_cannot_be_found_raises_and_publishes_nothing():
     model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 2))
     fully_shard(layer)
     fully_shard(model)
-    layer.step = 3
+    layer.steps = itertools.count(4)
     loss = model(torch.randn(3, 4)).sum()
     with pytest.raises(RuntimeError, match=REFUSED):
         (_hidden.pop() + 0 * loss.detach()).backward()

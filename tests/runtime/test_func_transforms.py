@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -206,6 +206,14 @@ def test_batches_of_sharded_parameters_are_refused_and_of_full_ones_are_right():
         model = shard_layers(Net(2))
         with pytest.raises(NotImplementedError, match=r"fully_shard group .*full_tensor\(\)"):
             action(model, own(model), batch())
+
+
+@distributed(world_size=2)
+def test_a_gather_inside_a_transform_is_refused():
+    shown = shard_layers(Net(2)).head.weight.detach()
+    for gather in (lambda x: x * shown.full_tensor(), lambda x: x * shown.redistribute(placements=[Replicate()])):
+        with pytest.raises(NotImplementedError, match=r"call full_tensor\(\) before the transform"):
+            grad(gather)(torch.ones(shown.shape))
 
 
 class CallsOther(Net):
