@@ -20,7 +20,7 @@ class ForkedWriter:
     """What ``Popen`` has of a process."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self._process = _forks.Process(target=_write, args=(channel,))
+        self._process = _forks.Process(target=_write, args=(channel, writer._HEARING))
         self._process.start()
         self.pid, self.kill = self._process.pid, self._process.kill
 
@@ -33,8 +33,9 @@ class ForkedWriter:
             raise subprocess.TimeoutExpired("writer", timeout or 0)
 
 
-def _write(channel: socket.socket) -> None:
+def _write(channel: socket.socket, hearing: float) -> None:
     os.setsid()
+    writer._HEARING = hearing  # which a test may have made shorter
     writer.main(channel.detach())
 
 

@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,16 @@ _rank: int | None = None  # set in a worker, None in the pytest process
 _environment: dict[str, str] = {}  # of a worker, when it begins
 
 preload("tests.rewriting", first=True)
+
+
+def _ensure_running(server: ForkServer, begin: Callable[[ForkServer], None] = ForkServer.ensure_running) -> None:
+    """Lets what a server has forked, as ranks are, fork from that server: it has the address, but would begin another
+    interpreter, which imports torch."""
+    if server._forkserver_address is None or server._forkserver_pid is not None:  # type: ignore[attr-defined]
+        begin(server)
+
+
+ForkServer.ensure_running = _ensure_running  # type: ignore[method-assign]
 
 
 def distributed(

@@ -1178,13 +1178,15 @@ def test_lower_as_collective():
     wait = _torch.functional_collectives().wait_tensor
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flight = operation(x + 1, 3)
-        other = x * 2  # of the size of what is read meanwhile
-        return wait(flight), other
+        flight = operation(x @ x, 3)  # by functions of torch's: a compiler of C++ takes seconds
+        other = x @ x.T  # of the size of what is read meanwhile
+        return other, wait(flight)  # which is the order of what runs
 
-    found, other = torch.compile(function, fullgraph=True)(torch.ones(4))
-    torch.testing.assert_close(found, torch.full((4,), 6.0))
-    torch.testing.assert_close(other, torch.full((4,), 2.0))
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    with torch._inductor.config.patch(force_disable_caches=True):  # which do not know how an operation is lowered
+        other, found = torch.compile(function, fullgraph=True)(x)
+    torch.testing.assert_close(found, x @ x * 3)
+    torch.testing.assert_close(other, x @ x.T)
     torch._dynamo.reset()
 
 

@@ -35,7 +35,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fsdp_compose._torch import is_wrapper
 from fsdp_compose.comm.transport import Label, Transport, TransportRole, Work
@@ -311,10 +310,12 @@ class Clocks(TorchDispatchMode):
     def _fault(self, line: str) -> None:
         if line not in self.faults:
             self.faults.append(line)
+        if self._skips:  # one is enough: it has been seen what the mistake leads to
+            self._is_paused = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = [*_tensors_of((args, [*kwargs.values()]))]
         if any(map(is_wrapper, given)):
             return NotImplemented  # what the subclass does inside comes here again
         name = func._schema.name
@@ -337,17 +338,16 @@ class Clocks(TorchDispatchMode):
             if target and target.is_host:  # unless asked not to, such a copy returns when it has ended
                 self.let_host_wait(stream.clock)
         result = func(*args, **kwargs)
-        for made in tree_leaves(result):
-            if isinstance(made, torch.Tensor) and id(made) not in known:
+        for made in _tensors_of(result):
+            if id(made) not in known:
                 if stream is self.host and made.layout == torch.strided:
                     self._begin(made.untyped_storage(), is_host=True)
                 self.touch(made, name not in _EMPTY, name, stream)
         return result
 
     def _touch_all(self, value: Any, is_write: bool, name: str, stream: Stream) -> None:
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                self.touch(leaf, is_write, name, stream)
+        for leaf in _tensors_of(value):
+            self.touch(leaf, is_write, name, stream)
 
     def _stream_of(self, given: list[torch.Tensor]) -> Stream:
         """That of an operator: the host's, if all it has is there (but numbers)."""
@@ -429,6 +429,15 @@ class _Clocked(Transport):
 
     def skip(self, nbytes: int, label: Label) -> None:
         self._inner.skip(nbytes, label)
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Those among an operator's arguments or results, which have them in lists at most."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_of(item)
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -57,11 +57,6 @@ def preload(module: str, *, first: bool = False) -> None:
         _preloaded.insert(0 if first else len(_preloaded), module)
 
 
-def preload_nothing() -> None:
-    """Preload no modules: each process imports what it needs."""
-    _preloaded.clear()
-
-
 def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
     """Call ``target(*arguments)``, which must be picklable, in another process that prints to the file ``output``.
 

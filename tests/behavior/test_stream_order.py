@@ -34,7 +34,7 @@ from fsdp_compose.optim import Muon, muon_groups
 from fsdp_compose.runtime import untracked_writes
 from tests.harness import distributed, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
-from tests.training import adamw, local_part
+from tests.training import local_part, sgd
 from tests.vector_clocks import Clocks
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -65,7 +65,7 @@ def model_of(**options: Any) -> GPT:
 def plain(clocks: Clocks, **options: Any) -> GPT:
     training = {key: options.pop(key) for key in ("microbatches", "unsynced") if key in options}
     model = clocked(clocks, model_of(**options))
-    steps(model, adamw(model.parameters()), **training)
+    steps(model, sgd(model.parameters()), **training)
     return model
 
 
@@ -82,13 +82,13 @@ def hybrid_mesh() -> Any:
 def functional(clocks: Clocks) -> None:
     model = clocked(clocks, model_of())
     set_functional_mode(model)
-    steps(model, adamw(model.parameters()))
+    steps(model, sgd(model.parameters()))
 
 
 def flat_views(clocks: Clocks) -> None:
     model = clocked(clocks, model_of(mp_policy=BF16))
     params = flat_parameters(model)
-    steps(model, adamw(params), params=params)
+    steps(model, sgd(params), params=params)
 
 
 def replicated(clocks: Clocks) -> None:
@@ -96,13 +96,13 @@ def replicated(clocks: Clocks) -> None:
     model = GPT(layers=2)
     for block in model.blocks:
         replicate(block)
-    steps(clocked(clocks, replicate(model)), adamw(model.parameters()))
+    steps(clocked(clocks, replicate(model)), sgd(model.parameters()))
 
 
 def interrupted(clocks: Clocks) -> None:
     """An exception in forward, and one in backward, on all ranks."""
     model = clocked(clocks, model_of())
-    optimizer = adamw(model.parameters())
+    optimizer = sgd(model.parameters())
     steps(model, optimizer)
     for register in (nn.Module.register_forward_pre_hook, nn.Module.register_full_backward_pre_hook):
         handle = register(model.blocks[1], fail)
@@ -121,17 +121,17 @@ def inference(clocks: Clocks) -> None:
     with torch.no_grad():
         for batch in batches(2):
             gpt_loss(model, local_part(batch))
-    steps(model, adamw(model.parameters()))
+    steps(model, sgd(model.parameters()))
     with summon_full_params(model):
         [param.norm() for param in model.parameters()]
-    steps(model, adamw(model.parameters()))
+    steps(model, sgd(model.parameters()))
 
 
 def rounded(clocks: Clocks, **options: Any) -> None:
     model = model_of(**options)
     for handle in _get_fsdp_handles(model):
         handle.change_transports(lambda transport, role: Wire(clocks.transport(transport, role), Int8(), Int8()))
-    steps(model, adamw(model.parameters()))
+    steps(model, sgd(model.parameters()))
 
 
 def with_muon(clocks: Clocks, **options: Any) -> None:
@@ -149,7 +149,7 @@ def offloaded_inputs(clocks: Clocks) -> None:
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block)
     offload_checkpointed_inputs(model, min_bytes=1)
-    steps(clocked(clocks, shard_layers(model)), adamw(model.parameters()))
+    steps(clocked(clocks, shard_layers(model)), sgd(model.parameters()))
 
 
 def dropped_inputs(clocks: Clocks) -> None:
@@ -169,7 +169,7 @@ def dropped_inputs(clocks: Clocks) -> None:
         second.backward()
         del first, second
     sharded = clocked(clocks, model_of())  # so that there are ranks, as in all programs
-    steps(sharded, adamw(sharded.parameters()))
+    steps(sharded, sgd(sharded.parameters()))
 
 
 def from_meta(clocks: Clocks) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +95,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, begin:
         optimizer.zero_grad()
 
 
-def whole(state: Any) -> Any:
+def whole(state: Any, read: Callable[[Any], torch.Tensor] = methodcaller("full_tensor")) -> Any:
     """A state dict with whole tensors, by torch's own means; without places for state that there is not."""
     if is_pending(state):
         return None
     if isinstance(state, DTensor):
-        return state.detach().full_tensor()
+        return read(state.detach())
     if isinstance(state, dict):
-        items = {key: whole(value) for key, value in state.items()}
+        items = {key: whole(value, read) for key, value in state.items()}
         return {key: value for key, value in items.items() if value is not None and value != {}}
     return state
 
@@ -121,12 +123,18 @@ def assert_equal(actual: Any, expected: Any, where: str = "") -> None:
         assert actual == expected, (where, actual, expected)
 
 
-def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer, value: str = "full_tensor") -> Any:
     """Everything, whole, with memory of its own."""
-    states = [whole(get_model_state_dict(model))]
+    states = [whole(get_model_state_dict(model), methodcaller(value))]
     if optimizers:
-        states.append(whole(get_optimizer_state_dict(model, optimizers)))
+        states.append(whole(get_optimizer_state_dict(model, optimizers), methodcaller(value)))
     return copy.deepcopy(states)
+
+
+def own_snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+    """What this rank has of everything, to compare with that of a model that is sharded alike: gathered one by one,
+    tensors take longer than what most tests do."""
+    return snapshot(model, *optimizers, value="to_local")
 
 
 def shared_folder() -> Path:

@@ -244,7 +244,6 @@ def test_fake_process_group():
 def _parent(folder: str, end: str) -> None:
     """A pytest process that ends in some way while its pool is idle."""
     tempfile.tempdir = folder  # a killed parent leaves its files behind
-    rank_processes.preload_nothing()  # there is one worker, which imports what it needs
     with contextlib.suppress(KeyboardInterrupt):
         try:
             run_distributed(_sums_ranks, 1)

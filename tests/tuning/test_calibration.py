@@ -22,9 +22,9 @@ from fsdp_compose import __main__ as command_line
 from fsdp_compose.comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError
 from fsdp_compose.inspect import Operation
-from fsdp_compose.tuning import Curve, Hardware, Level, Workload, calibrate, hardware_of, write_hardware
+from fsdp_compose.tuning import Curve, Hardware, Level, Workload, calibrate, calibration, hardware_of, write_hardware
 from fsdp_compose.tuning.fitting import Sample, busy_of, curves_of, fitted_network, fitted_products
-from tests.harness import ROOT, fake_process_group
+from tests.harness import ROOT, fake_process_group, rank_processes, run_forked
 from tests.tuning.failing_sizes import EndsOneRank, FailsOnOneRank, StopsOneRank
 
 pytestmark = pytest.mark.timeout(300)  # each process that is spawned imports torch
@@ -40,8 +40,23 @@ MIX = ((96, 160, 224), 1 << 18)  # no size is one of those that are measured
 
 
 @pytest.fixture(scope="module")
-def hardware() -> Hardware:
-    return calibrate(processes=2, rounds=3, clock="cpu", most_busy=math.inf, workload=SMALL)
+def _server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """From now on there is a server that forks processes, as ``harness`` starts it."""
+    run_forked(1, tmp_path_factory.mktemp("server"), print)
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """The processes that measure are forked. Those that are spawned, as the command's are, first import torch."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(calibration.mp, "get_context", lambda _: rank_processes.FORKS)
+        yield
+
+
+@pytest.fixture(scope="module")
+def hardware(_server: None) -> Hardware:
+    with forked():
+        return calibrate(processes=2, rounds=3, clock="cpu", most_busy=math.inf, workload=SMALL)
 
 
 # ---- What is measured
@@ -107,12 +122,15 @@ def test_operations_that_were_not_measured_take_about_as_long_as_predicted(hardw
 # ---- Refusals and failures
 
 
+@pytest.mark.usefixtures("_server")
 def test_a_busy_machine_is_refused():
     """No machine computes without CPU time: where a tenth of that counts as busy, each one is."""
-    with pytest.raises(MisuseRuntimeError, match=r"the machine is busy: computing took \d+\.\d\d times its CPU time"):
+    refusal = r"the machine is busy: computing took \d+\.\d\d times its CPU time"
+    with forked(), pytest.raises(MisuseRuntimeError, match=refusal):
         calibrate(processes=1, rounds=1, most_busy=0.1, workload=SMALL)
 
 
+@pytest.mark.usefixtures("_server")
 @pytest.mark.parametrize(
     ("sizes", "time_limit", "message"),
     [
@@ -123,7 +141,7 @@ def test_a_busy_machine_is_refused():
 )
 def test_what_happens_to_one_rank_ends_all(sizes: type[tuple], time_limit: float, message: str):
     workload, others = replace(SMALL, products=sizes(SMALL.products)), {*multiprocessing.active_children()}
-    with pytest.raises(RuntimeError, match=message):
+    with forked(), pytest.raises(RuntimeError, match=message):
         calibrate(processes=2, rounds=1, workload=workload, time_limit=time_limit)
     assert {*multiprocessing.active_children()} <= others
 
