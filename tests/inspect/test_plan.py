@@ -443,7 +443,7 @@ def test_nothing_is_left_behind_by_an_error():
 
 def test_the_example_in_the_documentation_prints_what_is_below_it():
     page = (ROOT / "docs" / "planning.md").read_text()
-    ((code, text),) = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```\n", page, re.MULTILINE | re.DOTALL)
+    (code, text), *_ = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```\n", page, re.MULTILINE | re.DOTALL)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         exec(compile(code, "planning.md", "exec"), {"__name__": "__main__"})
