@@ -1,20 +1,58 @@
-"""What `make docs` does beyond mkdocs: search passes over the project's own pages, and programs that read documentation
-find each page as Markdown, beside its HTML, and a list of them in llms.txt."""
+"""What `make docs` does beyond mkdocs: names of the package link to the reference, search passes over the project's own
+pages, and programs that read documentation find each page as Markdown beside its HTML, and a list of pages in llms.txt.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 _COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)  # of the pages' tests
+_KEPT = re.compile(r"^```.*?^```|<!--.*?-->|^#[^\n]*$|\[[^\]]*\]\([^)]*\)|``[^`]+``", re.DOTALL | re.MULTILINE)
+_NAME = re.compile(r"`([\w.]+)(\(\))?`")
 _pages: dict[str, tuple[str, str]] = {}  # address: title, and Markdown
+_anchors: dict[str, str] = {}  # a name, and its path in the package: the address in the reference
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
-    if page.file.src_uri.startswith("project/"):
+def on_files(files: Any, **_: Any) -> None:
+    places = {}
+    for file in files.documentation_pages():
+        if file.src_uri.startswith("reference/"):
+            for path in re.findall(r'^<a id="fsdp_compose\.([\w.]*)"></a>$', file.content_string, re.MULTILINE):
+                places[path] = f"{file.src_uri}#fsdp_compose.{path}"
+    for path, place in places.items():
+        _anchors[path] = _anchors[f"fsdp_compose.{path}"] = place
+        short = re.sub(r"^[a-z_]+\.", "", path)  # "save" for "checkpoint.save"
+        if short not in places:
+            _anchors[short] = place
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    address = page.file.src_uri
+    if address.startswith("project/"):
         page.meta["search"] = {"exclude": True}
-    _pages[page.file.src_uri] = page.title, _COMMENT.sub("", markdown)
+    _pages[address] = page.title, _COMMENT.sub("", markdown)
+    return linked(markdown, address)
+
+
+def linked(markdown: str, address: str) -> str:
+    """The page, in which the first mention of a name in prose is a link to the reference."""
+    seen: set[str] = set()
+
+    def link(found: re.Match[str]) -> str:
+        target = _anchors.get(found[1], "")
+        if not target or target in seen or target.partition("#")[0] == address:
+            return found[0]
+        seen.add(target)
+        return f"[{found[0]}]({os.path.relpath(target, os.path.dirname(address) or '.')})"
+
+    made, end = "", 0
+    for kept in _KEPT.finditer(markdown):
+        made += _NAME.sub(link, markdown[end : kept.start()]) + kept[0]
+        end = kept.end()
+    return made + _NAME.sub(link, markdown[end:])
 
 
 def on_post_build(config: Any, **_: Any) -> None:

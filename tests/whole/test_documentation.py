@@ -180,6 +180,10 @@ def test_every_figure_of_the_readme_says_how_it_was_measured():
         assert all(re.search(state, paragraph) for state in states), paragraph
 
 
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {fsdp_compose.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_compared_md_counts_the_cases():
     rows = re.findall(
         r"^\| (?!case)(?:.*?) \| (.*?) \| (.*) \|$", CASES.partition("## torch's own tests")[0], re.MULTILINE
@@ -208,11 +212,21 @@ def test_contributing_names_folders_and_wings_that_there_are():
     assert not {name for name in examples if f"examples/{name}" not in listed}
 
 
-def test_programs_that_read_documentation_get_a_list_of_pages():
+def test_the_site_links_names_to_the_reference_and_lists_pages_for_programs():
     spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs/generator/site.py")
     assert spec is not None and spec.loader is not None
     site = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site)
+    names = ("plan", "Trace.save", "checkpoint.save")
+    content = "\n".join(f'<a id="fsdp_compose.{name}"></a>' for name in names)
+    reference = SimpleNamespace(src_uri="reference/all.md", content_string=content)
+    site.on_files(SimpleNamespace(documentation_pages=lambda: [reference]))
+    text = "# `plan`\n\n`plan()`, then `plan`, `save` and `other`; [`save`](x.md)\n\n```python\n`plan`\n```\n"
+    assert site.linked(text, "howto/page.md") == (
+        "# `plan`\n\n[`plan()`](../reference/all.md#fsdp_compose.plan), then `plan`, "
+        "[`save`](../reference/all.md#fsdp_compose.checkpoint.save) and `other`; [`save`](x.md)\n\n"
+        "```python\n`plan`\n```\n"
+    )
     for address in ("index.md", "project/design.md"):
         page = SimpleNamespace(title=address[:-3], file=SimpleNamespace(src_uri=address), meta={})
         site.on_page_markdown("<!-- ranks: 2 -->\n\n# A page\n", page=page)
