@@ -180,6 +180,18 @@ def test_every_figure_of_the_readme_says_how_it_was_measured():
         assert all(re.search(state, paragraph) for state in states), paragraph
 
 
+def pages_linked_from(page: Path) -> set[Path]:
+    found = re.findall(r"\]\(([^)#:\s]+\.md)", page.read_text())
+    return {(page.parent / target).resolve() for target in found}
+
+
+def test_every_page_is_at_most_two_clicks_from_the_readme():
+    near = pages_linked_from(ROOT / "README.md")
+    reached = near.union(*map(pages_linked_from, near))
+    far = [path for path in PROSE if path.resolve() not in reached | {ROOT / "README.md"}]
+    assert not far, f"link these in docs/index.md: {far}"
+
+
 def test_the_citation_is_of_this_version():
     assert f"\nversion: {fsdp_compose.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
