@@ -192,6 +192,17 @@ def test_every_page_is_at_most_two_clicks_from_the_readme():
     assert not far, f"link these in docs/index.md: {far}"
 
 
+def test_figures_on_the_pages_of_users_say_how_they_were_measured():
+    """By the command, or by a link to the lab book, which has machine, torch and command of each."""
+    figure = re.compile(r"\b\d[\d.,]* (ms|us|µs)\b|\b0\.\d+ (to 0\.\d+ )?of (FSDP2|DDP)'s|\b\d+ s of CPU\b")
+    measured = re.compile(r"project/\w+\.md|benchmarks/\w+\.py|make faults")
+    users = [path for path in PROSE if path.parent.name in ("docs", "howto")]
+    texts = [(path, text) for path in users for text in paragraphs(path) if text[0] != "|" and figure.search(text)]
+    assert len(texts) >= 5
+    missing = [f"{path.relative_to(ROOT)}: {text[:150]}" for path, text in texts if not measured.search(text)]
+    assert not missing
+
+
 def test_the_citation_is_of_this_version():
     assert f"\nversion: {fsdp_compose.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
