@@ -6,7 +6,8 @@
 # make which-tests FILE=fsdp_compose/flat/layout.py   say which test files to run after a change of a file
 # make test-torch VERSION=2.15.0   run tests with another torch, in .venv-torch-VERSION
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
-# make docs    the documentation as a site, in site/: its blocks of code run first, and no link may be broken
+# make docs    the documentation as a site, in site/: its blocks of code run first, no link may be broken, and a browser,
+#              where there is one, looks at every page
 # make reference   write docs/reference from the docstrings
 # make wheel   build the wheel, and try it in clean environments, plain and with each extra
 # make faults  kill, stop, starve and damage real jobs   make clean   remove what the others made
@@ -71,6 +72,7 @@ which-tests: $(BIN)/python
 docs: .venv/installed-docs .venv/installed-test
 	$(BIN)/python -m pytest --quiet tests/whole/test_documentation.py
 	$(BIN)/python -m mkdocs build --strict --clean
+	$(BIN)/python docs/generator/look.py
 
 reference: $(BIN)/python
 	$(BIN)/python docs/generator/reference.py

@@ -1,6 +1,6 @@
 """Compare fsdp_compose and torch's FSDP2 in the cases where sharded training goes wrong: two processes on gloo each.
 
-    python benchmarks/compared.py             # prints the table of docs/compared.md; minutes
+    python benchmarks/compared.py             # prints the table of docs/project/cases.md; minutes
     python benchmarks/compared.py --only tied # the cases whose names contain a word
 
 Every case compares with unsharded training of the same model on the whole batch, and is judged by what happened, not by

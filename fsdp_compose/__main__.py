@@ -59,7 +59,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limits", metavar="'1 group,4GiB'", help="values of limit_unsharded_bytes to compare: peak against overlap"
     )
-    tuning = parser.add_argument_group("which settings are fastest", "docs/howto/tune.md")
+    tuning = parser.add_argument_group("which settings are fastest", "docs/planning.md")
     tuning.add_argument("--tune", action="store_true", help="compare settings, and print the code of the fastest")
     tuning.add_argument("--hardware", metavar="h100", help="a preset (default: h100), or calibrate's file")
     tuning.add_argument("--node-size", type=int, metavar="N", help="ranks in a node (default: the hardware's)")

@@ -122,7 +122,7 @@ def test_docs_makefile_and_ci_say_which_torch_is_tested():
     assert [*dict.fromkeys(in_ci)] == [newest, oldest]
     assert f"VERSION={newest}" in (ROOT / "Makefile").read_text()
     listed = ", ".join(TESTED_TORCH[:-1]) + f" and {newest}"
-    assert f"tested with torch {listed}" in " ".join((ROOT / "docs" / "design.md").read_text().split())
+    assert f"tested with torch {listed}" in " ".join((ROOT / "docs/project/design.md").read_text().split())
 
 
 def test_the_variable_admits_2_11_and_nothing_older(monkeypatch):

@@ -1,7 +1,7 @@
 """The command: it kills, stops, starves and damages real jobs, and says whether what is promised held.
 
     python -m benchmarks.faults                      # fsdp_compose; minutes
-    python -m benchmarks.faults --systems all        # the table of docs/reliability.md, with FSDP2 and DCP
+    python -m benchmarks.faults --systems all        # the table of docs/project/faults.md, with FSDP2 and DCP
     python -m benchmarks.faults --only flip --quick  # some faults, a few cases of each
 
 The last line is the verdict on fsdp_compose. Exit code 1: a promise was broken.

@@ -1,4 +1,4 @@
-"""Draws the two pictures of docs/design.md: ``python docs/generator/design_pictures.py`` writes them to docs/pictures.
+"""The pictures of docs/project/design.md: ``python docs/generator/design_pictures.py`` writes them to docs/pictures.
 
 ``owners.svg`` is laid out by hand, below. ``step.svg`` is a trace of a small model on two gloo ranks. It shows the
 order in which rank 0 came to things, not how long they took.

@@ -318,7 +318,7 @@ def check_picture(path: Path) -> None:
         ValueError: the name has another suffix; there is no such folder.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[see]'")
+        raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     if path.suffix not in SUFFIXES:
         raise MisuseError(f"--plot {path}: expected a name that ends in {', '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():

@@ -310,7 +310,7 @@ def _value(value: Any) -> str:
 
 @checked()
 def read_hardware(path: str | os.PathLike[str]) -> Hardware:
-    """Read a file that ``calibrate`` or a user wrote; docs/howto/tune.md has the format.
+    """Read a file that ``calibrate`` or a user wrote; docs/reference/tuning.md has the format.
 
     Raises:
         ValueError: it is no TOML, or something is missing, unknown or no positive number. It names the file and the

@@ -60,7 +60,7 @@ def tune(
     For each setting that may fit, this runs the step as ``plan`` does, without other ranks, without a GPU and without
     memory, and predicts its time from what the step does. It compares strategies and meshes, which blocks form a group,
     whether parameters are gathered again before backward, which blocks recompute their activations, micro-batches, and
-    offloading. Precision is the caller's choice. docs/howto/tune.md says how good the predictions are.
+    offloading. Precision is the caller's choice. docs/planning.md says how good the predictions are.
 
     Ranks: call it in a process without a process group.
 

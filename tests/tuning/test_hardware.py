@@ -66,9 +66,9 @@ def test_a_file_may_leave_out_what_has_a_default(tmp_path: Path):
 
 
 def test_the_example_in_the_documentation_is_a_file_and_the_tables_have_every_entry(tmp_path: Path):
-    page = (ROOT / "docs/howto/tune.md").read_text()
+    page = (ROOT / "docs/reference/tuning.md").read_text()
     path = tmp_path / "hardware.toml"
-    path.write_text(page.partition("### The file")[2].partition("```text\n")[2].partition("```")[0])
+    path.write_text(page.partition("## The file")[2].partition("```text\n")[2].partition("```")[0])
     assert {*read_hardware(path).device.matmul} == {"float32", "float32 nt"}
     rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("|"))
     names = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", rows)}
