@@ -181,7 +181,7 @@ def from_meta(clocks: Clocks) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.1)
-    steps(model, adamw(model.parameters()))
+    steps(model, sgd(model.parameters()))
     plain(clocks, offload_policy=CPUOffloadPolicy())
 
 
