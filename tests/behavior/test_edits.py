@@ -22,6 +22,7 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.errors import MisuseRuntimeError
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests import harness
 from tests.harness import breakable_mesh, our_warnings
 from tests.internals import local_of
@@ -138,6 +139,15 @@ def test_edit_that_only_some_ranks_can_see_takes_effect_on_all(world_size, befor
     with torch.no_grad():
         torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-5)
     assert_trains_on(model, reference)
+
+
+@distributed(world_size=2)
+def test_an_edit_without_a_trace_shows_in_the_next_forward_where_parameters_stay_gathered():
+    model, x = fully_shard(nn.Linear(4, 4), reshard_after_forward=False), torch.ones(2, 4)
+    before = model(x)
+    assert _get_fsdp_handles(model)[0].unsharded.is_allocated
+    model.weight.detach().to_local().numpy()[...] += 1.0
+    torch.testing.assert_close(model(x), before + 4)
 
 
 @pytest.mark.parametrize("edit", [edit_replace_data, torch.nn.Module.double])

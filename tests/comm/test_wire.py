@@ -156,6 +156,16 @@ def test_collectives_of_encoded_tensors(encoding, numel, inner, world_size):
 
 
 @distributed(world_size=2)
+def test_sums_whose_parts_have_encodings_of_different_lengths():
+    for encoding in FORMATS:
+        for numel in (17, 513):  # a multiple of what is aligned, and one more
+            tensor = of_rank(dist.get_rank(), numel)
+            Wire(Transport(world()), encoding, encoding).all_reduce(tensor, False, LABEL).wait()
+            same_on_every_rank(str(tensor.tolist()))
+            torch.testing.assert_close(tensor, of_rank(0, numel) + of_rank(1, numel), rtol=0, atol=0.08)
+
+
+@distributed(world_size=2)
 def test_a_wait_may_be_repeated():
     rank, wire = dist.get_rank(), Wire(Messages(world()), Int8(), Int8())
     whole, shard, tensor = torch.empty(1000), torch.empty(500), of_rank(rank, 1000)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate, set_functional_mode, summon_full_params
 from tests.flat.test_all_gather_extensions import EightBit, RowScales
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 from tests.models import shard_layers
 from tests.training import assert_same_parameters, mean_square, plain_sgd
 
@@ -179,6 +181,19 @@ def test_attributes_that_a_training_step_sets_on_weights_are_on_the_parameters(w
                 item.float()
     assert [*map(id, params)] == [*map(id, model.parameters())]
     assert_same_parameters(model, reference, tolerance=0)
+
+
+@distributed(world_size=2, timeout=60)
+def test_attributes_of_weights_that_tensor_parallelism_has_cut():
+    model, reference = twins(in_forward)
+    mesh = lasting_mesh(("data", "tensor"), (1, 2))
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tensor"], ColwiseParallel(output_layouts=Replicate()))
+    shard_layers(model, mesh=mesh["data"])
+    for step in range(3):
+        for item in (model, reference):
+            mean_square(item, rows(step)).backward()
+        assert_same_attributes(model, reference)
 
 
 @distributed(world_size=2, timeout=60)

@@ -23,7 +23,7 @@ from fsdp_compose import (
     summon_full_params,
     unshard,
 )
-from tests.harness import distributed
+from tests.harness import breakable_mesh, distributed
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import assert_parameters_match, local_part
 
@@ -201,6 +201,24 @@ def test_a_write_on_one_rank_is_an_error_on_all():
     # One rank has all elements of a small parameter.
     model = shard_layers(model_with(ActNorm()), granularity=lambda fqn, param: "whole")
     assert_all_ranks_raise(lambda: model(batch()), "1.loc")
+
+
+@distributed(world_size=2)
+def test_a_rank_that_has_written_to_its_shard_meets_the_others_at_the_end_of_forward():
+    """Its gathered memory cannot be compared with its shard any more, but that of the other rank can."""
+    model = nn.Sequential(Writing(lambda _: None))
+    fully_shard(model, mesh=breakable_mesh())
+    sharded = model[0].weight
+
+    def write(_: nn.Parameter) -> None:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                sharded.to_local().mul_(1.0)
+
+    model[0].write = write
+    with functional_mode(model):
+        first, second = (model(torch.ones(2, DIM)) for _ in range(2))
+    assert torch.equal(first, second)
 
 
 @distributed(world_size=2)

@@ -201,6 +201,17 @@ def test_gradients_are_sharded_like_their_parameters_also_where_hooks_look_at_th
     assert seen == [RaggedDTensor] and weight.grad.placements == weight.placements
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@distributed(world_size=2)
+def test_parameters_beside_frozen_ones_have_gradients(frozen):
+    model, seen = nn.Linear(3, 3), []
+    getattr(model, frozen).requires_grad_(False)
+    set_functional_mode(fully_shard(model))
+    model.register_forward_pre_hook(lambda item, _: seen.extend([item.weight.requires_grad, item.bias.requires_grad]))
+    model(torch.ones(2, 3)).sum().backward()
+    assert seen == [param.grad is not None for param in model.parameters()] == [frozen != "weight", frozen != "bias"]
+
+
 @distributed(world_size=2)
 def test_a_parameter_used_on_one_rank_has_a_gradient_on_all_and_one_used_nowhere_on_none():
     class Choice(nn.Module):

@@ -1074,6 +1074,16 @@ def test_a_rank_that_skips_a_group_frees_it_again():
         assert not any(h.unsharded.is_allocated for item in model.layers for h in get_state(item)._handles)
 
 
+@distributed(world_size=2)
+def test_a_rank_keeps_what_it_has_gathered_for_itself_when_another_rank_gathers_it():
+    rank, model, plans = dist.get_rank(), shard(made(Experts), reshard_after_forward=False), ((0, 2), (1, 0))
+    for step in range(2):
+        loss = loss_of(model, batch(step, rank), plans[rank])
+        for i in plans[rank]:
+            assert all(handle.unsharded.is_allocated for handle in get_state(model.layers[i])._handles), (step, i)
+        loss.backward()
+
+
 class MostBytes:
     """Hears what groups do, and notes how much memory there was at most for gathering and reducing; or, of which
     ``module``, for its groups."""
