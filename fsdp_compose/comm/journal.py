@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -38,19 +41,24 @@ from .failure import (
     Meeting,
     TimedOut,
     close_connections,
+    closed_by,
     entered,
+    fate_of,
     give_up,
     look_regularly,
-    loss,
     meeting_in,
+    plain_text,
     together,
 )
-from .store import known_namespace
+from .store import known_namespace, record_of
 from .transport import KINDS, Label, Work
 
 STALL_SECONDS = 3.0  # of waiting, after which a rank tells the others what it waits for
 _NUM_KEPT = 64  # entries that a rank can report: more than are ever in flight
 _FIRST_TAG, _NUMBER_BITS, _WHAT_BITS = 1 << 30, 10, 20  # tags have 31 bits; those from _FIRST_TAG on are ours
+# Set by torchrun, whose own process then holds the store. If a rank's process holds it, the store may be gone when the
+# others end, and torch writes to the log about each call.
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _GRACE = 0.5  # seconds in which other ranks may report what they wait for, once a collective has failed
 _DIFFERENCE = "difference"  # the key under which the first difference is stored
 
@@ -64,6 +72,7 @@ class Journal:
 
     Attributes:
         count: how many collectives and exchanges this rank has entered.
+        num_backwards: how many backwards have ended with an exchange.
         under_way: by number, the messages of a collective that nobody has waited for yet.
         dropped: the numbers of collectives that nobody will wait for.
         waits_for: the number of the collective that this rank waits for; 0 if it does not wait.
@@ -74,11 +83,12 @@ class Journal:
     """
 
     __slots__ = (
-        "_entries", "count", "difference", "dropped", "patience", "stays_at", "thread", "under_way", "waits_for",
+        "_entries", "count", "difference", "dropped", "num_backwards", "patience", "stays_at", "thread", "under_way",
+        "waits_for",
     )  # fmt: skip
 
     def __init__(self, timeout: float) -> None:
-        self.count = self.waits_for = self.thread = 0
+        self.count = self.num_backwards = self.waits_for = self.thread = 0
         self.patience = min(STALL_SECONDS, timeout / 2)
         self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
         self.under_way: dict[int, Work] = {}
@@ -136,6 +146,8 @@ def journal_of(group: dist.ProcessGroup) -> Journal:
     journal = known_for(group, Journal)
     if journal is None:
         journal = kept_for(group, Journal, lambda: Journal(group_timeout(group).total_seconds()))
+        if os.environ.get(_AGENT) == "True":
+            weakref.finalize(group, _leave, record_of(group), fate_of(group), journal, group.rank())
         look_regularly(_look)
     return journal
 
@@ -162,6 +174,45 @@ def difference_of(group: dist.ProcessGroup) -> str:
     return journal.difference
 
 
+def loss(group: dist.ProcessGroup, what: str, error: RuntimeError, difference: str = "") -> RuntimeError:
+    """The error of a failed collective of ``group``. ``difference``: how the ranks differ, if that is known."""
+    closed = closed_by(group, error)  # before this rank closes its own
+    differences = [difference_of(owner) for owner, _ in all_kept(Journal) if group in together(owner)]
+    difference = difference or next(filter(None, differences), "")
+    if difference:
+        return RanksDifferError(f"{what} failed: {difference}")
+    why = who_left(group) or closed or "not all ranks have entered the same collective"
+    return RankLostError(f"{what} failed: {why}. {plain_text(error)}".rstrip())
+
+
+def _leave(record: Any, fate: Any, journal: Journal, rank: int) -> None:
+    """Note that this rank needs the process group no more: its program ends, or has dropped it."""
+    has_failed = fate.failure is not None or getattr(sys, "last_value", None) is not None  # what the program ends by
+    with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+        if record.namespace is not None and not has_failed:
+            dist.PrefixStore("left", record.namespace).set(str(rank), str(journal.num_backwards))
+
+
+def who_left(group: dist.ProcessGroup) -> str:
+    """Name the ranks whose programs have ended normally, and say how many iterations they made."""
+    namespace, journal = known_namespace(group), known_journal(group)
+    if namespace is None or journal is None or os.environ.get(_AGENT) != "True":
+        return ""
+    store, others = dist.PrefixStore("left", namespace), [rank for rank in range(group.size()) if rank != group.rank()]
+    deadline, left = time.monotonic() + _GRACE, list[str]()
+    with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+        while not left and time.monotonic() < deadline:  # connections are closed a moment before a program has ended
+            time.sleep(PERIOD / 10)
+            counts = {rank: store.get(str(rank)).decode() for rank in others if store.check([str(rank)])}
+            left = [f"rank {rank} has ended normally after {count} iterations" for rank, count in counts.items()]
+    if not left:
+        return ""
+    return (
+        f"{', '.join(left)}, and rank {group.rank()} is in iteration {journal.num_backwards + 1}: the loops of all "
+        "ranks must make equally many iterations (drop the last batches, or let all ranks decide together when to stop)"
+    )
+
+
 @contextlib.contextmanager
 def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     """Report gloo's own errors: for code that issues a collective of ``group`` and waits for it by other functions."""
@@ -175,9 +226,7 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         is_lost = isinstance(error, TimedOut) or "gloo/transport" in str(error)  # gloo's source: others are of the call
         if not (is_lost or meeting.difference):
             raise
-        differences = [difference_of(owner) for owner, _ in all_kept(Journal) if group in together(owner)]
-        known = meeting.difference or next(filter(None, differences), "")
-        failure = loss(f"rank {group.rank()}: {what}", known, error)
+        failure = loss(group, f"rank {group.rank()}: {what}", error, meeting.difference)
         give_up(group, failure)
         raise failure from None
 

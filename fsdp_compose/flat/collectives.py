@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import foreach_copy_, foreach_mul_, foreach_zero_
-from ..comm import Transport, difference_of, give_up, loss, noticing_loss, streams_of
+from ..comm import Transport, give_up, loss, noticing_loss, streams_of
 from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
@@ -519,7 +519,7 @@ class Communicator:
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         group = handle.mesh.peers
-        failure = loss(f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", difference_of(group), error)
+        failure = loss(group, f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", error)
         give_up(group, failure)
         return failure
 
