@@ -28,6 +28,8 @@ from .journal import Journal as Journal
 from .journal import known_journal as known_journal
 from .journal import loss as loss
 from .journal import noticing_loss as noticing_loss
+from .journal import take_back_failure as take_back_failure
+from .journal import tell_failure as tell_failure
 from .mesh import DataParallelMesh as DataParallelMesh
 from .mesh import check_mesh as check_mesh
 from .mesh import data_parallel_mesh as data_parallel_mesh

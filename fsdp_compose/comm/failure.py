@@ -107,7 +107,12 @@ def plain_text(error: RuntimeError) -> str:
     words = str(error)
     if "gloo/" not in words:
         return words
-    return "It did not come within the timeout of the process group" if "imed out" in words else ""
+    return "not all ranks have come within the timeout of the process group" if "imed out" in words else ""
+
+
+def is_of_user(error: BaseException | None) -> bool:
+    """Whether an error that came out of a collective is one of a user's transport or format."""
+    return not isinstance(error, (PartnerGone, dist.DistError)) and "gloo/" not in str(error)
 
 
 def closed_by(group: dist.ProcessGroup, error: RuntimeError) -> str:
@@ -135,7 +140,11 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
     return timedelta(seconds=float(seconds)) if seconds else group_timeout(group)
 
 
-class TimedOut(RuntimeError):
+class PartnerGone(RuntimeError):
+    """Nothing more will come from another rank."""
+
+
+class TimedOut(PartnerGone):
     """Ranks did not come within the limit."""
 
 

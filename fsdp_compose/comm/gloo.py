@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from .._torch import Shown, group_timeout_reader, has_closed, has_gloo_on_cpu, is_listened_to, stop_waiting_for
 from .context import kept_for
-from .failure import TIMEOUT_ENV, failure_of, give_up, gone, limit_of, look_regularly
+from .failure import TIMEOUT_ENV, PartnerGone, failure_of, give_up, gone, limit_of, look_regularly
 from .journal import journal_of, loss
 from .shared_memory import Descriptor, SharedMemory
 from .transport import (
@@ -289,7 +289,7 @@ class Pending:
             for current in self._rest:
                 self._current, message = current, current[0]
                 if (message.wait() if limit is None else message.wait(limit)) is False:
-                    raise RuntimeError(self._loss)
+                    raise PartnerGone(self._loss)
         finally:
             _waited_for.discard(self)
             self._current = None

@@ -43,8 +43,10 @@ from .failure import (
     close_connections,
     closed_by,
     entered,
+    failure_of,
     fate_of,
     give_up,
+    is_of_user,
     look_regularly,
     meeting_in,
     plain_text,
@@ -78,13 +80,14 @@ class Journal:
         waits_for: the number of the collective that this rank waits for; 0 if it does not wait.
         patience: seconds of waiting after which this rank reports what it waits for.
         difference: how the ranks differ, once that is known.
+        failure: see ``tell_failure``.
         thread: the thread that has entered the last one; 0 before the first.
         stays_at: what this rank waited for at the last look, and at how many looks before; ``None`` if it did not wait.
     """
 
     __slots__ = (
-        "_entries", "count", "difference", "dropped", "num_backwards", "patience", "stays_at", "thread", "under_way",
-        "waits_for",
+        "_entries", "count", "difference", "dropped", "failure", "num_backwards", "patience", "stays_at",
+        "thread", "under_way", "waits_for",
     )  # fmt: skip
 
     def __init__(self, timeout: float) -> None:
@@ -93,7 +96,7 @@ class Journal:
         self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
         self.under_way: dict[int, Work] = {}
         self.dropped: set[int] = set()
-        self.difference = ""
+        self.difference = self.failure = ""
         self.stays_at: tuple[tuple[str, int], int] | None = None
 
     def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
@@ -169,20 +172,40 @@ def difference_of(group: dist.ProcessGroup) -> str:
     close_connections(group)  # so that the other ranks notice, and report where they are
     deadline = time.monotonic() + _GRACE
     with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
-        while not _compare(group, journal) and time.monotonic() < deadline:
+        while not _compare(group, journal, has_failed=True) and time.monotonic() < deadline:
             time.sleep(_GRACE / 10)
     return journal.difference
 
 
 def loss(group: dist.ProcessGroup, what: str, error: RuntimeError, difference: str = "") -> RuntimeError:
     """The error of a failed collective of ``group``. ``difference``: how the ranks differ, if that is known."""
+    tell_failure(group, error)
     closed = closed_by(group, error)  # before this rank closes its own
     differences = [difference_of(owner) for owner, _ in all_kept(Journal) if group in together(owner)]
     difference = difference or next(filter(None, differences), "")
     if difference:
         return RanksDifferError(f"{what} failed: {difference}")
-    why = who_left(group) or closed or "not all ranks have entered the same collective"
-    return RankLostError(f"{what} failed: {why}. {plain_text(error)}".rstrip())
+    why = who_left(group) or closed or plain_text(error) or "not all ranks have entered the same collective"
+    return RankLostError(f"{what} failed: {why}")
+
+
+def tell_failure(group: dist.ProcessGroup, error: BaseException | None) -> None:
+    """Let ranks that will wait for this one know that it does not come, because it has raised ``error``; until
+    ``take_back_failure``. ``None``: an error that autograd has not shown yet."""
+    journal = known_journal(group)
+    # Not what comes of another rank's failure.
+    is_own = not isinstance(error, (RankLostError, RanksDifferError)) and is_of_user(error) and not failure_of(group)
+    if journal is not None and not journal.failure and is_own:
+        journal.failure = "an error in backward" if error is None else f"{type(error).__name__}: {error}"
+        _retract(group, journal)
+
+
+def take_back_failure(group: dist.ProcessGroup) -> None:
+    """Called when this rank goes on."""
+    journal = known_journal(group)
+    if journal is not None and journal.failure:
+        journal.failure = ""
+        _retract(group, journal)
 
 
 def _leave(record: Any, fate: Any, journal: Journal, rank: int) -> None:
@@ -240,6 +263,7 @@ class Report(NamedTuple):
         waits_for: the number that it waits for; 0 if it waits in a meeting, or does not wait.
         meeting: the key, number and text of the meeting that it waits in, and the ranks that it needs.
         entered: by key, the number of the next meeting that it has not entered.
+        failure: the error that it has raised, if it has raised one and not gone on since.
     """
 
     entries: list[tuple[int, str]]
@@ -247,6 +271,7 @@ class Report(NamedTuple):
     waits_for: int = 0
     meeting: tuple[str, int, str, list[int]] | None = None
     entered: dict[str, int] = {}
+    failure: str = ""
 
     @staticmethod
     def of(journal: Journal) -> Report:
@@ -256,7 +281,7 @@ class Report(NamedTuple):
         if meeting is not None:
             place = (meeting.key, meeting.number, meeting.text, dist.get_process_group_ranks(meeting.group))
         waits_for = journal.waits_for if meeting is None else 0
-        return Report(journal.entries(), journal.count, waits_for, place, {**entered})
+        return Report(journal.entries(), journal.count, waits_for, place, {**entered}, journal.failure)
 
     def has_entered(self, other: Report) -> bool:
         """Whether this rank has entered what the other one waits in."""
@@ -280,8 +305,9 @@ def _meeting_beside(journal: Journal) -> Meeting | None:
     return meeting_in(journal.thread or threading.main_thread().ident or 0)
 
 
-def _compare(group: dist.ProcessGroup, journal: Journal) -> bool:
-    """Report where this rank is and read what other waiting ranks have reported. Return whether everything is known."""
+def _compare(group: dist.ProcessGroup, journal: Journal, has_failed: bool = False) -> bool:
+    """Report where this rank is and read what other waiting ranks have reported. Return whether everything is known.
+    ``has_failed``: a collective has, so that this rank waits no longer."""
     namespace = known_namespace(group)
     if namespace is None:
         return True
@@ -289,11 +315,16 @@ def _compare(group: dist.ProcessGroup, journal: Journal) -> bool:
     store.set(str(rank), json.dumps(ours))
     if not journal.difference and store.check([_DIFFERENCE]):
         journal.difference = store.get(_DIFFERENCE).decode()
+    ranks = dist.get_process_group_ranks(group)
     others = [other for other in range(group.size()) if other != rank and store.check([str(other)])]
     for other in others:
         if not journal.difference:
             theirs = Report(*json.loads(store.get(str(other))))
             journal.difference = first_difference_of(rank, ours.entries, other, theirs.entries)
+            is_awaited = ours.place() and ours.needs(ranks[other]) and not theirs.has_entered(ours)
+            if not journal.difference and theirs.failure and (is_awaited or has_failed):
+                where = f", and does not come to {ours.place()}, where rank {rank} waits" if is_awaited else ""
+                journal.difference = f"rank {other} has raised {theirs.failure}{where}. {_LOST}"
             if not journal.difference and _wait_for_each_other(group, journal, ours, other, theirs):
                 journal.difference = _told_apart(rank, ours, other, theirs)
             if journal.difference:
@@ -340,11 +371,12 @@ def _told_apart(rank: int, ours: Report, other: int, theirs: Report) -> str:
     )
 
 
+_LOST = "The current iteration is lost: restart the processes from a checkpoint"
 _REMEDY = (
     "Every rank must run the same forwards and backwards, and make the same calls, in the same order: if one rank "
     "wants to skip one (a NaN loss, an empty batch) or to run an extra one (for logging), let all ranks decide "
     "together, by all-reducing a flag. Shard modules that only some ranks use (experts, modalities) with "
-    "fully_shard(optional=True). The current iteration is lost: restart the processes from a checkpoint"
+    f"fully_shard(optional=True). {_LOST}"
 )
 
 
@@ -376,7 +408,7 @@ def _retract(group: dist.ProcessGroup, journal: Journal) -> None:
     namespace = known_namespace(group)
     with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
         if namespace is not None:
-            report = Report(journal.entries(), journal.count)
+            report = Report(journal.entries(), journal.count, 0, None, {**entered}, journal.failure)
             dist.PrefixStore("waiting", namespace).set(str(group.rank()), json.dumps(report))
 
 

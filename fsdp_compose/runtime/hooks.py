@@ -358,8 +358,10 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
         return _leave_untraced(module, _args, output)
     state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     progress = state.progress
-    if not progress.running_forwards:
-        return None  # pre-forward itself failed
+    if not progress.running_forwards:  # pre-forward itself failed
+        if state.place.is_outermost and state.root is not None and isinstance(_exception_in_hand(), Exception):
+            state.root.scheduler.announce_failure(state.root)
+        return None
     entered_with, use, is_recomputed = progress.running_forwards.pop()
     root = state.root
     assert root is not None
