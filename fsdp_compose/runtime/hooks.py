@@ -359,8 +359,10 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     progress = state.progress
     if not progress.running_forwards:  # pre-forward itself failed
-        if state.place.is_outermost and state.root is not None and isinstance(_exception_in_hand(), Exception):
-            state.root.scheduler.announce_failure(state.root)
+        root = state.root
+        # Ranks that may skip groups have a round of their own for that, which has not begun.
+        if state.place.is_outermost and root is not None and not root.scheduler.skips:
+            root.scheduler.announce_failure(root)
         return None
     entered_with, use, is_recomputed = progress.running_forwards.pop()
     root = state.root
