@@ -321,7 +321,8 @@ def _compare(group: dist.ProcessGroup, journal: Journal, has_failed: bool = Fals
         if not journal.difference:
             theirs = Report(*json.loads(store.get(str(other))))
             journal.difference = first_difference_of(rank, ours.entries, other, theirs.entries)
-            is_awaited = ours.place() and ours.needs(ranks[other]) and not theirs.has_entered(ours)
+            # Ranks that have raised too wait for it in recovery, however long that takes.
+            is_awaited = not ours.failure and ours.place() and ours.needs(ranks[other]) and not theirs.has_entered(ours)
             if not journal.difference and theirs.failure and (is_awaited or has_failed):
                 where = f", and does not come to {ours.place()}, where rank {rank} waits" if is_awaited else ""
                 journal.difference = f"rank {other} has raised {theirs.failure}{where}. {_LOST}"

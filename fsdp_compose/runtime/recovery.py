@@ -94,7 +94,6 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
     is_tainted = root.has_added
     if mesh.has_peers:
         journals = _journals_of(mesh.peers, states)
-        take_back_failure(mesh.peers)
         verdict = meet(
             mesh.peers,
             "recovery after an interrupted iteration",
@@ -102,6 +101,7 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
             _judge,
             timeout=RECOVERY_TIMEOUT,
         )
+        take_back_failure(mesh.peers)
         failure = failure_of(mesh.peers)
         if failure:
             raise class_of_failure(mesh.peers)(
