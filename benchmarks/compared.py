@@ -1465,6 +1465,103 @@ def norm_in_state(system: System) -> None:
     expect_equal(model, reference)
 
 
+# ---- checkpoints, optimizers of matrices, one rank alone
+
+
+def shared_folder() -> str:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return str(folder[0])
+
+
+def save_and_load(system: System, saved: Any, loaded: Any) -> None:
+    is_torch, folder = system.name == "FSDP2", f"{shared_folder()}/checkpoint"
+    files: Any = torch.distributed.checkpoint if is_torch else fsdp_compose.checkpoint
+    where: Any = {"checkpoint_id" if is_torch else "folder": folder}
+    files.save(saved, **where)
+    files.load(loaded, **where)
+
+
+@case("a dict of state that has grown is loaded into the empty one of a new process")
+def grown_state(system: System) -> None:
+    saved = {"loader": {"seen": {"a": 3, "b": 5}, "workers": [1, 2]}}
+    loaded: Any = {"loader": {"seen": {}, "workers": []}}
+    save_and_load(system, saved, loaded)
+    expect(loaded == saved, f"{loaded} was loaded")
+
+
+@case("what each rank has for itself beside model and optimizer (its random generator) is saved and loaded")
+def state_of_each_rank(system: System) -> None:
+    rank = dist.get_rank()
+    loaded: Any = {"rng": torch.zeros(3)}
+    save_and_load(system, {"rng": torch.full((3,), rank + 1.0)}, loaded)
+    expect(loaded["rng"][0] == rank + 1, "rank 1 has loaded that of rank 0")
+
+
+@case("torch's HuggingFaceStorageWriter saves, and its reader loads, 3 rows of 5 columns over two ranks")
+def hugging_face_writer(system: System) -> None:
+    folder = shared_folder()
+    model = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 3))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.arange(15.0).view(3, 5))
+    system.shard(model)
+    files: Any = torch.distributed.checkpoint
+    writer = files.HuggingFaceStorageWriter(folder, save_distributed=True)
+    files.save(model.state_dict(), storage_writer=writer)
+    loaded = {"0.weight": torch.full((3, 5), -1.0)}
+    files.load(loaded, storage_reader=files.HuggingFaceStorageReader(folder))
+    expect(torch.equal(loaded["0.weight"], torch.arange(15.0).view(3, 5)), f"loaded {loaded['0.weight'].tolist()}")
+
+
+@case("the newest checkpoint, and cleaning up, after all were copied (equal times, names of any length)")
+def newest_after_a_copy(system: System) -> None:
+    folder = Path(shared_folder())
+    is_torch = system.name == "FSDP2"
+    files: Any = torch.distributed.checkpoint if is_torch else fsdp_compose.checkpoint
+    for number in (9, 10, 100):
+        where: Any = {"checkpoint_id" if is_torch else "folder": folder / f"step-{number}"}
+        files.save({"step": torch.tensor(number)}, **where)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in folder.iterdir():
+            os.utime(path, (0, 0))
+            for file in path.iterdir():
+                os.utime(file, (0, 0))
+    dist.barrier()
+    expect(Path(files.latest(folder)).name == "step-100", "an older checkpoint")
+    if dist.get_rank() == 0:
+        files.keep(folder, last=1)
+    dist.barrier()
+    expect([path.name for path in folder.iterdir()] == ["step-100"], "another one was kept")
+
+
+@case("Muon (torch.optim's, and fsdp_compose.optim's): a schedule goes on after load_state_dict()")
+def muon_after_load(system: System) -> None:
+    model, reference = twins(nn.Sequential(nn.Linear(DIM, 3, bias=False), nn.Linear(3, DIM, bias=False)))
+    system.shard(model)
+    cls: Any = torch.optim.Muon if system.name == "FSDP2" else fsdp_compose.optim.Muon
+    optimizers = cls(model.parameters(), lr=0.1), torch.optim.Muon(reference.parameters(), lr=0.1)
+    for net, optimizer, part in zip((model, reference), optimizers, (mine, lambda x: x), strict=True):
+        step(net, optimizer, part(batch(0)))
+        optimizer.load_state_dict(optimizer.state_dict())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.01)
+        for i in range(1, 3):
+            step(net, optimizer, part(batch(i)))
+            scheduler.step()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    expect(all(torch.allclose(full(a.detach()), b, atol=1e-2) for a, b in pairs), "parameters differ")  # bf16 steps
+
+
+@case("rank 0 alone logs the mean of a weight")
+def statistic_of_one_rank(system: System) -> None:
+    model = shard_layers(system, Net())
+    train_both(model, copy.deepcopy(Net()))
+    if dist.get_rank() == 0:
+        str(full(model.head.weight.detach().mean()).item())
+    for i in range(2):
+        loss_of(model, mine(batch(i))).backward()
+
+
 # ---- running and judging
 
 

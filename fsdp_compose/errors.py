@@ -17,7 +17,7 @@ class RanksDifferError(FSDPComposeError, RuntimeError):
 
 
 class RankLostError(FSDPComposeError, RuntimeError):
-    """A rank did not arrive in time, or has died; or the key-value store is gone. The process group cannot be used any
+    """A rank did not arrive in time, or is gone; or the key-value store is gone. The process group cannot be used any
     more: end the process, so that its launcher restarts all of them from a checkpoint."""
 
 

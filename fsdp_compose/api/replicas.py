@@ -75,8 +75,8 @@ def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
     A replica group is a job of its own: its own launcher and default process group. Its ranks share the shards. In
     backward each gradient is averaged over the group as usual; then ``replicas.average`` averages this rank's part over
     the groups, while backward goes on. ``None`` means the same in all groups: at the end of a backward they agree which
-    parameters have a gradient, through ``replicas.maximum``. Groups that have reduced other gradients, or in another
-    order, raise an error before any is shown.
+    parameters have a gradient, through ``replicas.maximum``. Groups that would reduce other gradients raise an error
+    before the first average; groups that have reduced them in another order, before any is shown.
 
     Losing a group is not an error here: ``replicas.maximum`` returns ``False``, backward ends normally, and the caller
     throws the step away (``zero_grad()`` and another try). Parameters are not compared between groups. Start all with

@@ -340,7 +340,7 @@ def _explaining_failures(
         if not has_peers(group):
             raise
         kind = type(error) if isinstance(error, FSDPComposeError) else RankLostError
-        text = f"the ranks lost contact: another rank died, hangs, or raised an error ({str(error).rstrip('.')})"
+        text = f"the ranks lost contact: another one has ended, or does not answer ({str(error).rstrip('.')})"
         raise kind(f"{call}: {text}. {consequence(error)}") from error
 
 

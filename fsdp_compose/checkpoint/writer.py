@@ -259,7 +259,7 @@ class Meeting:
         return kind, text
 
     def _died(self, rank: int) -> Outcome:
-        return self._incomplete(f"the process that saves for rank {rank} has died, or that rank's call was interrupted")
+        return self._incomplete(f"the process that saves for rank {rank} is gone, or that rank's call was interrupted")
 
     def is_complete(self) -> bool:
         try:

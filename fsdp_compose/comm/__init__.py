@@ -7,8 +7,8 @@ everything that goes through the key-value store: it is slow, but bounded in tim
 
 How long a rank waits in a rendezvous: the timeout of the process group, a minute in recovery, and five seconds once a
 collective of the process group has failed, be that before or meanwhile. While it waits it checks every five seconds
-whether gloo's connections to the missing ranks are closed: then they have died. On gloo, ``journal`` finds out whether
-another rank waits for this one somewhere else.
+whether gloo's connections to the missing ranks are closed: then they have ended, or given up. On gloo, ``journal``
+finds out whether another rank waits for this one somewhere else.
 """
 
 from .context import all_kept as all_kept
@@ -22,13 +22,14 @@ from .failure import all_reduce as all_reduce
 from .failure import class_of_failure as class_of_failure
 from .failure import failure_of as failure_of
 from .failure import give_up as give_up
-from .failure import loss as loss
 from .gloo import Messages as Messages
 from .gloo import transport_of as transport_of
 from .journal import Journal as Journal
-from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
+from .journal import loss as loss
 from .journal import noticing_loss as noticing_loss
+from .journal import take_back_failure as take_back_failure
+from .journal import tell_failure as tell_failure
 from .mesh import DataParallelMesh as DataParallelMesh
 from .mesh import check_mesh as check_mesh
 from .mesh import data_parallel_mesh as data_parallel_mesh

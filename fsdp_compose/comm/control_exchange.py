@@ -35,9 +35,9 @@ import torch.distributed as dist
 from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes
 from ..errors import RankLostError, RanksDifferError
 from .context import all_kept, forget_for, kept_for, known_for
-from .failure import carries, close_connections, connects, give_up, limit_of
+from .failure import carries, close_connections, connects, give_up, limit_of, plain_text
 from .gloo import MemoryOfRanks, Pending, look_after_pending
-from .journal import Journal, difference_of, known_journal
+from .journal import Journal, difference_of, known_journal, who_left
 from .store import known_namespace, own_store, wait_for
 from .transport import BACKWARD, FORWARD, ROUND, STEP, Work
 
@@ -235,7 +235,7 @@ class Carrier:
         except PartnerLost as error:
             raise RankLostError(
                 f"setting up the control exchange: rank {error.partner} did not connect to rank {group.rank()} in "
-                f"time: it has died, hangs, or took another path. {error}"
+                f"time. {plain_text(error)}".rstrip()
             ) from None
 
     @staticmethod
@@ -308,6 +308,8 @@ class Carrier:
             return False
         with outside_modes():
             self._finish(work)
+            if self._end_of == "backward" and self._journal is not None:
+                self._journal.num_backwards += 1
             if self._whole is None or not _asks_for_all(self._head):
                 return False
             self.num_whole += 1
@@ -323,16 +325,14 @@ class Carrier:
             work.wait()
         except RuntimeError as error:
             group = self._group()
-            what, died = f"control exchange at the end of {self._end_of}", f"did not run this {self._end_of}"
-            if self._end_of in (ROUND, STEP):
-                what, died = self._end_of, "did not reach it"
+            what = self._end_of if self._end_of in (ROUND, STEP) else f"control exchange at the end of {self._end_of}"
             difference = "" if group is None else difference_of(group)
-            if difference:
+            if group is not None and difference:
                 failure: RuntimeError = RanksDifferError(f"the {what} failed: {difference}")
             else:
-                failure = RankLostError(
-                    f"the {what} failed: another rank died, or {died}{self._absent(error)}. {error}"
-                )
+                why = "" if group is None else who_left(group)
+                why = why or f"not all ranks have reached it{self._absent(error)}"
+                failure = RankLostError(f"the {what} failed: {why}. {plain_text(error)}".rstrip())
             give_up(self._control, failure)
             raise failure from None
         finally:

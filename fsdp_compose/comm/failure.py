@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from .._torch import close_gloo_connections, group_timeout, is_gloo_connection_closed
-from ..errors import RankLostError, RanksDifferError
 from .context import kept_for, known_for
 
 
@@ -37,6 +36,11 @@ class _Fate:
     failure: tuple[type[RuntimeError], str] | None = None
     # In a control group, whose ranks connect when they first send to each other: those that this one is connected to.
     connected: tuple[int, ...] | None = None
+
+
+def fate_of(group: dist.ProcessGroup) -> _Fate:
+    """Where the first failure of ``group`` will be noted; outlives the group."""
+    return kept_for(group, _Fate)
 
 
 def carries(control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
@@ -98,18 +102,31 @@ def class_of_failure(group: dist.ProcessGroup) -> type[RuntimeError]:
     return failure[0]
 
 
-def loss(what: str, difference: str, error: RuntimeError) -> RuntimeError:
-    """The error of a collective that has failed. ``difference``: how the ranks differ, if that is known."""
-    if difference:
-        return RanksDifferError(f"{what} failed: {difference}")
+def plain_text(error: RuntimeError) -> str:
+    """What an error says, without gloo's own text: a place in its source, addresses, and a wish."""
     words = str(error)
-    if "gloo/" in words:  # a place in gloo's source, addresses, and a wish
-        words = "It did not come within the timeout of the process group" if "imed out" in words else ""
-    return RankLostError(f"{what} failed: another rank died, or did not enter the same collective. {words}".rstrip())
+    if "gloo/" not in words:
+        return words
+    return "not all ranks have come within the timeout of the process group" if "imed out" in words else ""
+
+
+def is_of_user(error: BaseException | None) -> bool:
+    """Whether an error that came out of a collective is one of a user's transport or format."""
+    return not isinstance(error, (PartnerGone, dist.DistError)) and "gloo/" not in str(error)
+
+
+def closed_by(group: dist.ProcessGroup, error: RuntimeError) -> str:
+    """Name the other ranks that have closed their connections; empty if none is known to have."""
+    # A connection that has timed out was closed by this rank, as are all once it has given up.
+    if failure_of(group) or "imed out" in str(error):
+        return ""
+    lost = gone(group, [rank for rank in range(group.size()) if rank != group.rank()])
+    ranks = f"ranks {', '.join(map(str, lost))} have" if len(lost) > 1 else f"rank {lost[0]} has" if lost else ""
+    return ranks and f"{ranks} ended, or given up because of an error: the connections are closed"
 
 
 def gone(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
-    """Return those of ``ranks`` whose connections are closed, because they died or gave up."""
+    """Return those of ``ranks`` whose connections are closed, because they have ended or given up."""
     known = [(item, kept_for(item, _Fate).connected) for item in _same_ranks(group)]
     return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank, others) for item, others in known)]
 
@@ -123,7 +140,11 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
     return timedelta(seconds=float(seconds)) if seconds else group_timeout(group)
 
 
-class TimedOut(RuntimeError):
+class PartnerGone(RuntimeError):
+    """Nothing more will come from another rank."""
+
+
+class TimedOut(PartnerGone):
     """Ranks did not come within the limit."""
 
 

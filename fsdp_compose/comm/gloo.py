@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from .._torch import Shown, group_timeout_reader, has_closed, has_gloo_on_cpu, is_listened_to, stop_waiting_for
 from .context import kept_for
-from .failure import TIMEOUT_ENV, failure_of, give_up, gone, limit_of, look_regularly, loss
-from .journal import difference_of, journal_of
+from .failure import TIMEOUT_ENV, PartnerGone, failure_of, give_up, gone, limit_of, look_regularly
+from .journal import journal_of, loss
 from .shared_memory import Descriptor, SharedMemory
 from .transport import (
     ALL_GATHER,
@@ -231,7 +231,7 @@ class Messages(Transport):
             yield
         except RuntimeError as error:
             what = f"rank {self._rank}: the exchange of {label} between the ranks"
-            failure = loss(what, difference_of(self._owner), error)
+            failure = loss(self._owner, what, error)
             give_up(self._owner, failure)
             raise failure from None
 
@@ -289,7 +289,7 @@ class Pending:
             for current in self._rest:
                 self._current, message = current, current[0]
                 if (message.wait() if limit is None else message.wait(limit)) is False:
-                    raise RuntimeError(self._loss)
+                    raise PartnerGone(self._loss)
         finally:
             _waited_for.discard(self)
             self._current = None

@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -38,19 +41,26 @@ from .failure import (
     Meeting,
     TimedOut,
     close_connections,
+    closed_by,
     entered,
+    failure_of,
+    fate_of,
     give_up,
+    is_of_user,
     look_regularly,
-    loss,
     meeting_in,
+    plain_text,
     together,
 )
-from .store import known_namespace
+from .store import known_namespace, record_of
 from .transport import KINDS, Label, Work
 
 STALL_SECONDS = 3.0  # of waiting, after which a rank tells the others what it waits for
 _NUM_KEPT = 64  # entries that a rank can report: more than are ever in flight
 _FIRST_TAG, _NUMBER_BITS, _WHAT_BITS = 1 << 30, 10, 20  # tags have 31 bits; those from _FIRST_TAG on are ours
+# Set by torchrun, whose own process then holds the store. If a rank's process holds it, the store may be gone when the
+# others end, and torch writes to the log about each call.
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _GRACE = 0.5  # seconds in which other ranks may report what they wait for, once a collective has failed
 _DIFFERENCE = "difference"  # the key under which the first difference is stored
 
@@ -64,26 +74,29 @@ class Journal:
 
     Attributes:
         count: how many collectives and exchanges this rank has entered.
+        num_backwards: how many backwards have ended with an exchange.
         under_way: by number, the messages of a collective that nobody has waited for yet.
         dropped: the numbers of collectives that nobody will wait for.
         waits_for: the number of the collective that this rank waits for; 0 if it does not wait.
         patience: seconds of waiting after which this rank reports what it waits for.
         difference: how the ranks differ, once that is known.
+        failure: see ``tell_failure``.
         thread: the thread that has entered the last one; 0 before the first.
         stays_at: what this rank waited for at the last look, and at how many looks before; ``None`` if it did not wait.
     """
 
     __slots__ = (
-        "_entries", "count", "difference", "dropped", "patience", "stays_at", "thread", "under_way", "waits_for",
+        "_entries", "count", "difference", "dropped", "failure", "num_backwards", "patience", "stays_at",
+        "thread", "under_way", "waits_for",
     )  # fmt: skip
 
     def __init__(self, timeout: float) -> None:
-        self.count = self.waits_for = self.thread = 0
+        self.count = self.num_backwards = self.waits_for = self.thread = 0
         self.patience = min(STALL_SECONDS, timeout / 2)
         self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
         self.under_way: dict[int, Work] = {}
         self.dropped: set[int] = set()
-        self.difference = ""
+        self.difference = self.failure = ""
         self.stays_at: tuple[tuple[str, int], int] | None = None
 
     def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
@@ -136,6 +149,8 @@ def journal_of(group: dist.ProcessGroup) -> Journal:
     journal = known_for(group, Journal)
     if journal is None:
         journal = kept_for(group, Journal, lambda: Journal(group_timeout(group).total_seconds()))
+        if os.environ.get(_AGENT) == "True":
+            weakref.finalize(group, _leave, record_of(group), fate_of(group), journal, group.rank())
         look_regularly(_look)
     return journal
 
@@ -157,9 +172,68 @@ def difference_of(group: dist.ProcessGroup) -> str:
     close_connections(group)  # so that the other ranks notice, and report where they are
     deadline = time.monotonic() + _GRACE
     with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
-        while not _compare(group, journal) and time.monotonic() < deadline:
+        while not _compare(group, journal, has_failed=True) and time.monotonic() < deadline:
             time.sleep(_GRACE / 10)
     return journal.difference
+
+
+def loss(group: dist.ProcessGroup, what: str, error: RuntimeError, difference: str = "") -> RuntimeError:
+    """The error of a failed collective of ``group``. ``difference``: how the ranks differ, if that is known."""
+    tell_failure(group, error)
+    closed = closed_by(group, error)  # before this rank closes its own
+    differences = [difference_of(owner) for owner, _ in all_kept(Journal) if group in together(owner)]
+    difference = difference or next(filter(None, differences), "")
+    if difference:
+        return RanksDifferError(f"{what} failed: {difference}")
+    why = who_left(group) or closed or plain_text(error) or "not all ranks have entered the same collective"
+    return RankLostError(f"{what} failed: {why}")
+
+
+def tell_failure(group: dist.ProcessGroup, error: BaseException | None) -> None:
+    """Let ranks that will wait for this one know that it does not come, because it has raised ``error``; until
+    ``take_back_failure``. ``None``: an error that autograd has not shown yet."""
+    journal = known_journal(group)
+    # Not what comes of another rank's failure.
+    is_own = not isinstance(error, (RankLostError, RanksDifferError)) and is_of_user(error) and not failure_of(group)
+    if journal is not None and not journal.failure and is_own:
+        journal.failure = "an error in backward" if error is None else f"{type(error).__name__}: {error}"
+        _retract(group, journal)
+
+
+def take_back_failure(group: dist.ProcessGroup) -> None:
+    """Called when this rank goes on."""
+    journal = known_journal(group)
+    if journal is not None and journal.failure:
+        journal.failure = ""
+        _retract(group, journal)
+
+
+def _leave(record: Any, fate: Any, journal: Journal, rank: int) -> None:
+    """Note that this rank needs the process group no more: its program ends, or has dropped it."""
+    has_failed = fate.failure is not None or getattr(sys, "last_value", None) is not None  # what the program ends by
+    with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+        if record.namespace is not None and not has_failed:
+            dist.PrefixStore("left", record.namespace).set(str(rank), str(journal.num_backwards))
+
+
+def who_left(group: dist.ProcessGroup) -> str:
+    """Name the ranks whose programs have ended normally, and say how many iterations they made."""
+    namespace, journal = known_namespace(group), known_journal(group)
+    if namespace is None or journal is None or os.environ.get(_AGENT) != "True":
+        return ""
+    store, others = dist.PrefixStore("left", namespace), [rank for rank in range(group.size()) if rank != group.rank()]
+    deadline, left = time.monotonic() + _GRACE, list[str]()
+    with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+        while not left and time.monotonic() < deadline:  # connections are closed a moment before a program has ended
+            time.sleep(PERIOD / 10)
+            counts = {rank: store.get(str(rank)).decode() for rank in others if store.check([str(rank)])}
+            left = [f"rank {rank} has ended normally after {count} iterations" for rank, count in counts.items()]
+    if not left:
+        return ""
+    return (
+        f"{', '.join(left)}, and rank {group.rank()} is in iteration {journal.num_backwards + 1}: the loops of all "
+        "ranks must make equally many iterations (drop the last batches, or let all ranks decide together when to stop)"
+    )
 
 
 @contextlib.contextmanager
@@ -175,9 +249,7 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         is_lost = isinstance(error, TimedOut) or "gloo/transport" in str(error)  # gloo's source: others are of the call
         if not (is_lost or meeting.difference):
             raise
-        differences = [difference_of(owner) for owner, _ in all_kept(Journal) if group in together(owner)]
-        known = meeting.difference or next(filter(None, differences), "")
-        failure = loss(f"rank {group.rank()}: {what}", known, error)
+        failure = loss(group, f"rank {group.rank()}: {what}", error, meeting.difference)
         give_up(group, failure)
         raise failure from None
 
@@ -191,6 +263,7 @@ class Report(NamedTuple):
         waits_for: the number that it waits for; 0 if it waits in a meeting, or does not wait.
         meeting: the key, number and text of the meeting that it waits in, and the ranks that it needs.
         entered: by key, the number of the next meeting that it has not entered.
+        failure: the error that it has raised, if it has raised one and not gone on since.
     """
 
     entries: list[tuple[int, str]]
@@ -198,6 +271,7 @@ class Report(NamedTuple):
     waits_for: int = 0
     meeting: tuple[str, int, str, list[int]] | None = None
     entered: dict[str, int] = {}
+    failure: str = ""
 
     @staticmethod
     def of(journal: Journal) -> Report:
@@ -207,7 +281,7 @@ class Report(NamedTuple):
         if meeting is not None:
             place = (meeting.key, meeting.number, meeting.text, dist.get_process_group_ranks(meeting.group))
         waits_for = journal.waits_for if meeting is None else 0
-        return Report(journal.entries(), journal.count, waits_for, place, {**entered})
+        return Report(journal.entries(), journal.count, waits_for, place, {**entered}, journal.failure)
 
     def has_entered(self, other: Report) -> bool:
         """Whether this rank has entered what the other one waits in."""
@@ -231,8 +305,9 @@ def _meeting_beside(journal: Journal) -> Meeting | None:
     return meeting_in(journal.thread or threading.main_thread().ident or 0)
 
 
-def _compare(group: dist.ProcessGroup, journal: Journal) -> bool:
-    """Report where this rank is and read what other waiting ranks have reported. Return whether everything is known."""
+def _compare(group: dist.ProcessGroup, journal: Journal, has_failed: bool = False) -> bool:
+    """Report where this rank is and read what other waiting ranks have reported. Return whether everything is known.
+    ``has_failed``: a collective has, so that this rank waits no longer."""
     namespace = known_namespace(group)
     if namespace is None:
         return True
@@ -240,11 +315,17 @@ def _compare(group: dist.ProcessGroup, journal: Journal) -> bool:
     store.set(str(rank), json.dumps(ours))
     if not journal.difference and store.check([_DIFFERENCE]):
         journal.difference = store.get(_DIFFERENCE).decode()
+    ranks = dist.get_process_group_ranks(group)
     others = [other for other in range(group.size()) if other != rank and store.check([str(other)])]
     for other in others:
         if not journal.difference:
             theirs = Report(*json.loads(store.get(str(other))))
             journal.difference = first_difference_of(rank, ours.entries, other, theirs.entries)
+            # Ranks that have raised too wait for it in recovery, however long that takes.
+            is_awaited = not ours.failure and ours.place() and ours.needs(ranks[other]) and not theirs.has_entered(ours)
+            if not journal.difference and theirs.failure and (is_awaited or has_failed):
+                where = f", and does not come to {ours.place()}, where rank {rank} waits" if is_awaited else ""
+                journal.difference = f"rank {other} has raised {theirs.failure}{where}. {_LOST}"
             if not journal.difference and _wait_for_each_other(group, journal, ours, other, theirs):
                 journal.difference = _told_apart(rank, ours, other, theirs)
             if journal.difference:
@@ -291,11 +372,12 @@ def _told_apart(rank: int, ours: Report, other: int, theirs: Report) -> str:
     )
 
 
+_LOST = "The current iteration is lost: restart the processes from a checkpoint"
 _REMEDY = (
     "Every rank must run the same forwards and backwards, and make the same calls, in the same order: if one rank "
     "wants to skip one (a NaN loss, an empty batch) or to run an extra one (for logging), let all ranks decide "
     "together, by all-reducing a flag. Shard modules that only some ranks use (experts, modalities) with "
-    "fully_shard(optional=True). The current iteration is lost: restart the processes from a checkpoint"
+    f"fully_shard(optional=True). {_LOST}"
 )
 
 
@@ -327,7 +409,7 @@ def _retract(group: dist.ProcessGroup, journal: Journal) -> None:
     namespace = known_namespace(group)
     with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
         if namespace is not None:
-            report = Report(journal.entries(), journal.count)
+            report = Report(journal.entries(), journal.count, 0, None, {**entered}, journal.failure)
             dist.PrefixStore("waiting", namespace).set(str(group.rank()), json.dumps(report))
 
 

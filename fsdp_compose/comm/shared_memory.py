@@ -21,6 +21,8 @@ from datetime import timedelta
 
 import torch
 
+from .failure import PartnerGone
+
 # ---- Short notes between two processes on one machine, over a local socket instead of messages through gloo.
 #
 # Each gloo message takes three trips (both sides announce that they are ready first). And while one thread writes,
@@ -65,7 +67,7 @@ class Connection:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise RuntimeError(f"the process of the other rank has ended: {error}") from error
+            raise PartnerGone(f"the process of the other rank has ended: {error}") from error
         return True
 
     def wait(self, tag: int, limit: timedelta, failure: Failure) -> Descriptor:
@@ -79,9 +81,9 @@ class Connection:
             left = deadline - time.monotonic()
             if not self._poll.poll(max(0, min(left, _PERIOD)) * 1e3):
                 if message := failure():
-                    raise RuntimeError(message)
+                    raise PartnerGone(message)
                 if left <= 0:
-                    raise RuntimeError(f"the other rank did not arrive within {limit.total_seconds():g} s")
+                    raise PartnerGone(f"the other rank did not arrive within {limit.total_seconds():g} s")
         return self._arrived.pop(tag)
 
     def read(self) -> bool:
@@ -96,11 +98,11 @@ class Connection:
             except BlockingIOError:
                 return count > 0
             except OSError as error:
-                raise RuntimeError(f"the process of the other rank has ended: {error}") from error
+                raise PartnerGone(f"the process of the other rank has ended: {error}") from error
             if not data:
                 if count:
                     return True
-                raise RuntimeError("the process of the other rank has ended")
+                raise PartnerGone("the process of the other rank has ended")
             tag, *note = _FORMAT.unpack(data)
             self._arrived[tag] = (note[0], note[1], note[2])
             if files:
@@ -262,7 +264,7 @@ class SharedMemory:
                 rank, channel = self._door.accept(limit)
                 self._channels[rank] = channel
         except OSError as error:
-            raise RuntimeError(f"the process of another rank has ended: {error}") from error
+            raise PartnerGone(f"the process of another rank has ended: {error}") from error
         self._door.close()
         self._door = None
         for channel in self._channels.values():
@@ -308,9 +310,9 @@ class SharedMemory:
             for channel in self._channels.values():
                 channel.read()
             if message := failure():
-                raise RuntimeError(message)
+                raise PartnerGone(message)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {rank} does not read its notes")
+                raise PartnerGone(f"rank {rank} does not read its notes")
             time.sleep(_ROOM_PERIOD)
 
     def wait(self, tag: int, rank: int, limit: timedelta, failure: Failure) -> Descriptor:

@@ -90,6 +90,11 @@ def known_namespace(group: dist.ProcessGroup) -> dist.Store | None:
     return None if known is None else known.namespace
 
 
+def record_of(group: dist.ProcessGroup) -> _Rendezvous:
+    """Where the namespace of ``group`` will be once ranks have agreed on it; outlives the group."""
+    return kept_for(group, _Rendezvous)
+
+
 def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: timedelta, absence: Absence) -> dist.Store:
     """Return the store that only this initialization of ``group`` writes to. All ranks must make the first call; a call
     that failed may be repeated.
@@ -288,7 +293,7 @@ def meet(
     except dist.DistNetworkError as error:
         raise RankLostError(
             f"{purpose}{where}: the key-value store cannot be reached: the process that hosts it (torchrun, or the "
-            f"first rank's) has died. Restart the processes from a checkpoint. {error}"
+            f"first rank's) is gone, or does not answer. Restart the processes from a checkpoint. {error}"
         ) from error
 
 
@@ -502,7 +507,7 @@ def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Seque
     if not dead:
         return ""
     return (
-        f"{purpose}: rank(s) {_listed(dead)} have died, or gave up because other ranks did: their connections are "
+        f"{purpose}: rank(s) {_listed(dead)} have ended, or gave up because other ranks did: their connections are "
         f"closed, and they did not arrive at the rendezvous of {group.size()} ranks. Restart the processes from a "
         f"checkpoint{last_of_every_rank(group)}"
     )
@@ -511,8 +516,9 @@ def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Seque
 def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> str:
     return (
         f"{purpose}: rank(s) {_listed(absent)} did not arrive at the rendezvous of {group.size()} ranks within "
-        f"{timeout.total_seconds():g} s. Every rank must make this call; a missing rank has died, hangs in a "
-        f"collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter){last_of_every_rank(group)}"
+        f"{timeout.total_seconds():g} s. Every rank must make this call; a missing rank hangs in a "
+        f"collective, took another path, or has ended (set {TIMEOUT_ENV} to wait longer or shorter)"
+        f"{last_of_every_rank(group)}"
     )
 
 

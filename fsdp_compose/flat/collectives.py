@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import foreach_copy_, foreach_mul_, foreach_zero_
-from ..comm import Transport, difference_of, give_up, loss, noticing_loss, streams_of
+from ..comm import Transport, give_up, loss, noticing_loss, streams_of, tell_failure
 from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
@@ -410,11 +410,18 @@ class Communicator:
     def _start(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage) -> None:
         """Issue the first stage of a reduction."""
         if self._reduce_stream is None:
-            stage.issue(handle.mesh, handle.label)
+            self._issue(handle, stage)
             return
         self._reduce_stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._reduce_stream):
+            self._issue(handle, stage)
+
+    def _issue(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage) -> None:
+        try:
             stage.issue(handle.mesh, handle.label)
+        except Exception as error:  # of a user's transport; autograd shows it only when the backward has ended
+            tell_failure(handle.mesh.peers, error)
+            raise
 
     def _go_on(self, handle: FlatParamHandle, reduction: Reduction) -> None:
         """With streams, issue the second stage as soon as the first one is."""
@@ -427,7 +434,7 @@ class Communicator:
     @in_range(attrgetter("span"))
     def _follow(self, handle: FlatParamHandle, stage: ReplicaAverage) -> None:
         """Issue the stage after another one, on the same stream."""
-        stage.issue(handle.mesh, handle.label)
+        self._issue(handle, stage)
         self._averages.append((handle, stage))
 
     def _finish(self, buffer: ReduceBuffer, discards: bool = False) -> None:
@@ -450,6 +457,9 @@ class Communicator:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure(stage.what, handle, error) from None
+            except Exception as error:
+                tell_failure(handle.mesh.peers, error)
+                raise
         # A stage without work, of one rank, has copied there. The wait() of a simulated group did nothing.
         if self._reduce_stream is not None and (work is None or handle.mesh.is_simulated):
             self._wait_for_stream(self._reduce_stream)
@@ -519,7 +529,7 @@ class Communicator:
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         group = handle.mesh.peers
-        failure = loss(f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", difference_of(group), error)
+        failure = loss(group, f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", error)
         give_up(group, failure)
         return failure
 

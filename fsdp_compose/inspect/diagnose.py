@@ -120,7 +120,9 @@ def _explain(ranks: str, size: int, by_rank: dict[int, Position]) -> str:
     lines = [f"process group of ranks {ranks} ({len(by_rank)} of {size} logged their position)"]
     silent = [rank for rank in range(size) if rank not in by_rank]
     if silent:
-        lines.append(f"  {_ranks(silent)} logged nothing: dead, still working, or its log is missing. Look there first")
+        lines.append(
+            f"  {_ranks(silent)} logged nothing: ended, still working, or its log is missing. Look there first"
+        )
     by_number: dict[int, list[int]] = defaultdict(list)
     for rank, position in sorted(by_rank.items()):
         by_number[position["number"]].append(rank)

@@ -182,7 +182,7 @@ class Matrixwise(Optimizer):
         Raises:
             RanksDifferError: on every rank: a rank does not step, trains other parameters, or has gradients for others.
                 Nothing was changed.
-            RankLostError: on every rank: another rank died.
+            RankLostError: on every rank that came: another one did not.
             RuntimeError: on every rank: the optimizer raised on one. No parameter was changed, but state was: load a
                 checkpoint.
             RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter. Nothing was

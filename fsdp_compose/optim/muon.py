@@ -211,9 +211,9 @@ class Muon(Optimizer):
         Raises:
             RanksDifferError: on every rank: a rank does not step, trains other parameters, or has gradients for others;
                 or a rank cannot step, for the reason that it raises itself. Nothing was changed.
-            RankLostError: on every rank: another rank died. Nothing was changed if it died before the step, as the
-                message then says. If it died in the middle of it, momenta of all buckets so far, and parameters of
-                earlier buckets, have changed, and those of AdamW's groups have not: load a checkpoint.
+            RankLostError: on every rank that came: another one did not. Nothing was changed if it was lost before the
+                step, as the message then says. If it was lost in the middle of it, momenta of all buckets so far, and
+                parameters of earlier buckets, have changed, and those of AdamW's groups have not: load a checkpoint.
             RuntimeError, ValueError: a gradient is not reduced, or is not sharded like its parameter. Nothing was
                 changed.
         """

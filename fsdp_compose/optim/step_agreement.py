@@ -167,7 +167,7 @@ def agree_on_step(
 
     Raises:
         RanksDifferError: on every rank, which names the first difference, or the rank that cannot step.
-        RankLostError: another rank died, or did not come.
+        RankLostError: another rank did not come.
         Exception: ``error``, on this rank.
     """
     number = int.from_bytes(blake2b(digest if error is None else _FAILED, digest_size=8).digest(), "little")

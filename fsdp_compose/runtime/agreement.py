@@ -165,12 +165,36 @@ def end_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
     steps_were_compared(root)
 
 
-# ---- Agreement with the other replica groups (``set_replicas``), after that of the ranks of this group
+# ---- Agreement with the other replica groups (``set_replicas``)
+
+
+def compare_with_replicas(root: Root) -> None:
+    """Compare with the other replica groups what a backward is to reduce. Ranks: all of all groups, when it begins.
+
+    Raises:
+        RanksDifferError: on all ranks, the groups are at other places, or have run other groups.
+    """
+    # Before the first average: averages of other sizes would meet, or meet a maximum, and what happens then is up to
+    # the user's object.
+    states = root.live_states()
+    replicas = states[0].mesh.replicas if states else None
+    if replicas is None or not _averages(states):
+        return
+    due = sorted(
+        _reduction_of(state)
+        for state in states
+        if (state.progress.awaiting_backward or state.persistent.has_unsynced)
+        and any([handle.pending_gradients.is_trainable for handle in state._handles])
+    )
+    text = [f"the beginning of a backward with {len(root.exchange.used)} parameters", *due]
+    difference = agree_between(replicas, text, memoryview(bytearray()), False, states[0].mesh.device)
+    if difference:
+        raise RanksDifferError(_other_replicas(root, "would reduce", difference))
 
 
 def agree_with_replicas(root: Root, states: Sequence[_FSDPState], issued: Sequence[Entry]) -> None:
     """Take over from the other replica groups which parameters have a gradient, and which groups have late ones. Ranks:
-    all of all groups, at the end of a backward, after the exchange.
+    all of all groups, at the end of a backward, after the exchange of the ranks of this group.
 
     Args:
         issued: what this rank has issued in the backward, which is what the others of its group have.
@@ -178,22 +202,27 @@ def agree_with_replicas(root: Root, states: Sequence[_FSDPState], issued: Sequen
     Raises:
         RanksDifferError: on all ranks, the groups have reduced other gradients.
     """
-    replicas, exchange, options = states[0].mesh.replicas, root.exchange, [state.options for state in states]
-    if replicas is None or not any([item.requires_gradient_sync and item.requires_all_reduce for item in options]):
+    replicas, exchange = states[0].mesh.replicas, root.exchange
+    if replicas is None or not _averages(states):
         return  # groups may run unequal numbers of backwards that only accumulate
     by_entry = {state.log.reduce_scatter: state for state in states}
     # Names, because numbers depend on which model ran first since the job began. And no gathers, which come in another
     # order in a job that has just begun.
     reduced = [_reduction_of(by_entry[entry]) for entry in issued if entry in by_entry]
-    text = "\n".join([f"{len(exchange.used)} parameters", *reduced])
-    is_same = agree_between(replicas, text, exchange.told, any(exchange.late), states[0].mesh.device)
-    if not is_same:
-        root.order.entries.append(states[0].log.note(Kind.REPLICAS_DIFFER, text))
+    text = [f"the end of a backward with {len(exchange.used)} parameters", *reduced]
+    difference = agree_between(replicas, text, exchange.told, any(exchange.late), states[0].mesh.device)
+    if difference:
+        root.order.entries.append(states[0].log.note(Kind.REPLICAS_DIFFER, "\n".join(text)))
     # Some ranks of this group may have lost the ranks that they stand beside, and know less than the others.
     begin_exchange(root, exchange, END_OF_BACKWARD)
     end_exchange(root, exchange, END_OF_BACKWARD)
-    if not is_same:
-        raise RanksDifferError(_other_replicas(root))
+    if difference:
+        raise RanksDifferError(_other_replicas(root, how=difference))
+
+
+def _averages(states: Sequence[_FSDPState]) -> bool:
+    options = [state.options for state in states]
+    return any([item.requires_gradient_sync and item.requires_all_reduce for item in options])
 
 
 def _reduction_of(state: _FSDPState) -> str:
@@ -201,11 +230,11 @@ def _reduction_of(state: _FSDPState) -> str:
     return f"{state.name}: {', '.join(sizes)}"
 
 
-def _other_replicas(root: Root) -> str:
+def _other_replicas(root: Root, what: str = "have reduced", how: str = "") -> str:
     return (
-        f"the replica groups (set_replicas()) have reduced other gradients in this backward of {root.label}, or in "
-        "another order, so their averages may be of different parameters. No gradient was published. All replica "
-        "groups must run the same fully_shard groups in the same order, on equally many ranks"
+        f"the replica groups (set_replicas()) {what} other gradients in this backward of {root.label}, or in another "
+        f"order, so their averages would be of different parameters{how and f': {how}'}. No gradient was published. "
+        "All replica groups must run the same fully_shard groups in the same order, on equally many ranks"
     )
 
 

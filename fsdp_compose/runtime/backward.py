@@ -27,7 +27,7 @@ from ..group import (
     ends_backwards,
     never_traced,
 )
-from .agreement import agree_with_replicas, begin_exchange, end_exchange, is_whole
+from .agreement import agree_with_replicas, begin_exchange, compare_with_replicas, end_exchange, is_whole
 from .group_ops import (
     follow_requires_grad_writes_before_backward,
     hide_shown,
@@ -62,6 +62,7 @@ def begin_backward(root: Root) -> Backward:
         if state.persistent.is_unhooked or not state.place.reshards_after_forward:
             _show_throughout(backward, state)
     root.scheduler.begin_backward(root)
+    compare_with_replicas(root)
     return backward
 
 
@@ -264,6 +265,7 @@ def publish_from_inside(root: Root) -> None:
             _notice_backwards(state)
     backward = root.begin_backward()
     try:
+        compare_with_replicas(root)
         finish_backward(root, is_inside=True)
     except BaseException:
         _give_up_backward(root, backward)
@@ -277,6 +279,7 @@ def reduce_accumulated(root: Root) -> None:
     follow_profiler()
     backward = root.begin_backward()
     try:
+        compare_with_replicas(root)
         finish_backward(root)
     except BaseException:
         _give_up_backward(root, backward)

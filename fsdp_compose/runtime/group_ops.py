@@ -6,8 +6,10 @@ issues in the log of the process group, and leaves streams and memory to ``Commu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 
+from ..comm import tell_failure
 from ..flat import FlatParamHandle, is_stale
 from ..group import (
     Entry,
@@ -319,7 +321,11 @@ class FixedOrder:
 
     def end_group(self, root: Root, state: _FSDPState) -> None: ...
 
-    def announce_failure(self, root: Root) -> None: ...
+    def announce_failure(self, root: Root) -> None:
+        # Groups that are whole on every rank may run on some ranks only: nobody waits for this one.
+        handles = [handle for state in root.live_states() for handle in state._handles]
+        if root.mesh.has_peers and any([handle.mesh.shard_world_size > 1 for handle in handles]):
+            tell_failure(root.mesh.peers, sys.exc_info()[1])
 
     def begin_backward(self, root: Root) -> None: ...
 

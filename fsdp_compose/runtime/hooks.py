@@ -358,8 +358,13 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
         return _leave_untraced(module, _args, output)
     state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     progress = state.progress
-    if not progress.running_forwards:
-        return None  # pre-forward itself failed
+    if not progress.running_forwards:  # pre-forward itself failed
+        root = state.root
+        # Not what was refused before the forward was counted, mostly on all ranks: nothing is interrupted then. Ranks
+        # that may skip groups have a round of their own for that, which has not begun.
+        if state.place.is_outermost and root is not None and root.forward.depth and not root.scheduler.skips:
+            root.scheduler.announce_failure(root)
+        return None
     entered_with, use, is_recomputed = progress.running_forwards.pop()
     root = state.root
     assert root is not None

@@ -8,7 +8,16 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from ..comm import RECOVERY_TIMEOUT, Journal, class_of_failure, failure_of, known_journal, last_of_every_rank, meet
+from ..comm import (
+    RECOVERY_TIMEOUT,
+    Journal,
+    class_of_failure,
+    failure_of,
+    known_journal,
+    last_of_every_rank,
+    meet,
+    take_back_failure,
+)
 from ..errors import RanksDifferError
 from ..group import BackwardState, Root, _FSDPState, steps_were_compared
 from .group_ops import stays_unsharded
@@ -92,6 +101,7 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
             _judge,
             timeout=RECOVERY_TIMEOUT,
         )
+        take_back_failure(mesh.peers)
         failure = failure_of(mesh.peers)
         if failure:
             raise class_of_failure(mesh.peers)(

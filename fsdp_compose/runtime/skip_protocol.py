@@ -193,9 +193,9 @@ class SkipProtocol:
             root.forward.has_failed = True
             what = f"needs {wanted[0].name}" if place is None else f"waits at {root.order.name_of(place)}"
             raise type(error)(  # of the exchange that failed
-                f"rank {root.mesh.peers.rank()} {what}, but another rank did not come to its next sync point: it died, "
-                "ran a different number of forwards or backwards, or waits for this rank in a collective that is not "
-                "fully_shard's. Call sync_optional_groups(model), on all ranks, before such a collective. Details: "
+                f"rank {root.mesh.peers.rank()} {what}, but another rank did not come to its next sync point. It may "
+                "have run a different number of forwards or backwards, or wait for this rank in a collective that is "
+                "not fully_shard's. Call sync_optional_groups(model), on all ranks, before such a collective. Details: "
                 f"{error}"
             ) from None
         if self._failed_rank is not None:

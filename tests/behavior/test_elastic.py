@@ -184,7 +184,7 @@ def test_groups_train_as_one_process_does(world_size, num_groups, options):
         step_alone(model, optimizer, group, step)
         optimizer.step()
     assert_close(model, unsharded([[*range(num_groups)]] * 4, group.size))
-    assert replicas.log == (["average"] * 4 + ["maximum"]) * 4
+    assert replicas.log == (["maximum"] + ["average"] * 4 + ["maximum"]) * 4
 
 
 @distributed(world_size=4)
@@ -263,9 +263,10 @@ def test_ranks_of_which_one_alone_has_lost_another_group_still_agree():
     group = Group(2)
 
     class LosesBesideOneRank(OfGroup):
-        """The first ranks of the groups lose each other in the first maximum, of which one still gets the result."""
+        """The first ranks of the groups lose each other in the maximum at the end, of which one still gets the
+        result."""
 
-        is_lost = False
+        is_lost = is_end = False
 
         def average(self, tensor: torch.Tensor) -> Any:
             return Divided(Done(), tensor, 1) if self.is_lost else super().average(tensor)
@@ -273,9 +274,9 @@ def test_ranks_of_which_one_alone_has_lost_another_group_still_agree():
         def maximum(self, tensor: torch.Tensor) -> bool:
             if self.is_lost:
                 return False
-            self.is_lost = group.place == 0
+            self.is_lost, self.is_end = self.is_end and group.place == 0, True
             super().maximum(received := tensor.clone())
-            if group.rank == 0:
+            if self.is_lost and group.rank == 0:
                 return False
             tensor.copy_(received)
             return True
@@ -358,6 +359,74 @@ def test_groups_that_reduce_in_another_order_raise_by_name_and_go_on(world_size)
     model.is_other = False
     mean_square(model, batch_of(0, group.number, group.place)).backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+class Partly(nn.Module):
+    """Runs as many of its layers as ``uses`` says."""
+
+    def __init__(self, num_layers: int = 3, width: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), *[nn.Linear(3, 3) for _ in range(num_layers - 2)]])
+        self.layers.append(nn.Linear(3, width))
+        self.uses = num_layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: self.uses]:
+            x = layer(x)
+        return x
+
+
+# Of the second group: what it does otherwise, and what the first group and the second one are told.
+DIFFERENT = {
+    "fewer layers": (lambda: Partly(2), "not at .* with 6 parameters.* lacks layers.2", "with 4 parameters.* lacks 1"),
+    "a wider layer": (lambda: Partly(width=5), "lacks layers.2: ", "lacks layers.2: "),
+    "a frozen layer": (Partly, "lacks layers.1: .* x torch.float64", "this group lacks 1 that another one has"),
+    "a layer that is not run": (Partly, "lacks layers.2: ", "this group lacks 1 that another one has"),
+    "another reduce dtype": (Partly, "lacks layers.0.*float64", "lacks layers.0.*float32"),
+}
+
+
+@pytest.mark.parametrize("how", [*DIFFERENT])
+@distributed(world_size=(2, 4))
+def test_groups_in_other_collectives_raise_by_name_before_the_first_average(world_size, how):
+    group = Group(2)
+    replicas = OfGroup(group.everyone)
+    make, *told = DIFFERENT[how]
+    torch.manual_seed(0)
+    is_other = group.number == 1
+    model = (make if is_other else Partly)().double()
+    if is_other and how == "a frozen layer":
+        model.layers[1].requires_grad_(False)
+    if is_other and how == "a layer that is not run":
+        model.uses = 2
+    dtype = torch.float32 if is_other and how == "another reduce dtype" else None
+    mesh = group.new_life()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    fully_shard(model, mesh=mesh)
+    set_replicas(model, replicas)
+    for step in range(2):  # the second one after the error, which leaves nothing behind
+        with pytest.raises(RanksDifferError, match=f"set_replicas.*would reduce.*{told[is_other]}"):
+            mean_square(model, batch_of(step, group.number, group.place)).backward()
+        assert all(param.grad is None for param in model.parameters())
+    assert replicas.log == ["maximum"] * 4
+    if how in ("a frozen layer", "a layer that is not run"):
+        model.requires_grad_()
+        model.uses = 3
+        mean_square(model, batch_of(2, group.number, group.place)).backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@distributed(world_size=(2, 4))
+def test_a_group_that_leaves_out_the_backward_of_one_model_raises_by_name(world_size):
+    group = Group(2)
+    replicas = OfGroup(group.everyone)
+    models = [sharded(group.new_life(), replicas, functools.partial(nn.Linear, 3, width)) for width in (3, 5)]
+    x = batch_of(0, group.number, group.place)
+    losses = [model(x).square().mean() for model in models]
+    with pytest.raises(RanksDifferError, match="set_replicas.*would reduce.*another one lacks .root.: "):
+        losses[group.number].backward()
+    assert "average" not in replicas.log
 
 
 @distributed(world_size=4)
@@ -455,8 +524,8 @@ def train_with_losses(num_groups: int, victim: int, at: int) -> bool:
 def test_a_group_lost_at_each_collective_of_a_step_costs_that_step_alone(world_size, num_groups, victim):
     if world_size != 2 * num_groups:
         return
-    lost = [train_with_losses(num_groups, victim, at) for at in range(6)]
-    assert lost == [True] * 5 + [False], "four averages and a maximum"
+    lost = [train_with_losses(num_groups, victim, at) for at in range(7)]
+    assert lost == [True] * 6 + [False], "four averages between two maxima"
 
 
 class Failing(OfGroup):

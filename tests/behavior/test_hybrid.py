@@ -504,7 +504,7 @@ def test_one_rank_that_differs_gives_one_error_on_every_rank(change):
     with impatient():
         model, _ = build(mesh_of(2, 2))
         loop = Loop(model, change=change if dist.get_rank() == 3 else "", place=1)
-        with pytest.raises(RuntimeError, match=f"{DIFFERENT}|have died, or gave up"):
+        with pytest.raises(RuntimeError, match=f"{DIFFERENT}|have ended, or gave up"):
             loop.run()
 
 

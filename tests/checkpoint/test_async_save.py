@@ -357,7 +357,7 @@ def test_a_writer_that_dies_is_one_error_on_every_rank(victims):
     if dist.get_rank() in victims:
         os.kill(process.pid, signal.SIGKILL)
     text = failure_of(saving)
-    assert text.startswith(f"RankLostError: async_save(): the process that saves for rank {victims[0]} has died")
+    assert text.startswith(f"RankLostError: async_save(): the process that saves for rank {victims[0]} is gone")
     assert_empty_soon(folder)
     saver.save({"x": torch.full((3,), 2.0)}, folder / "lost").result()
     into = {"x": torch.zeros(3)}
@@ -442,7 +442,7 @@ def test_the_next_call_raises_what_nobody_has_heard_and_saves_nothing():
         if is_asked:
             assert isinstance(saving.exception(), RankLostError)
         else:
-            with pytest.raises(RankLostError, match=r"^async_save\(\): the process that saves for rank 1 has died"):
+            with pytest.raises(RankLostError, match=r"^async_save\(\): the process that saves for rank 1 is gone"):
                 saver.save({"x": 1}, folder / "next")
             assert not (folder / "next").exists()
         saver.save({"x": 1}, folder / f"next{is_asked}").result()
@@ -636,7 +636,7 @@ def test_a_rank_that_is_interrupted_while_the_others_go_on_is_told_by_the_next_c
                 saver.save({"x": torch.ones(3)}, folder / "second")
         with pytest.raises(
             RankLostError,
-            match="^async_save.*the process that saves for rank 1 has died, or that rank's call was interrupted",
+            match="^async_save.*the process that saves for rank 1 is gone, or that rank's call was interrupted",
         ) as error:
             saver.save({"x": torch.ones(3)}, folder / "third")
         same_on_every_rank(str(error.value))
@@ -700,7 +700,7 @@ def test_the_end_of_a_trainer(how, tmp_path):
     code = {"killed": -signal.SIGKILL, "terminated": 7, "raises": 1}.get(how, 0)
     assert ended.returncode == code, ended.stderr
     if how == "writer":
-        assert "RankLostError: async_save(): the process that saves for rank 0 has died" in ended.stderr
+        assert "RankLostError: async_save(): the process that saves for rank 0 is gone" in ended.stderr
         assert not [*tmp_path.iterdir()]
         return
     if how in ("killed", "terminated"):

@@ -6,6 +6,7 @@ One rank alone in a first forward: ``test_bad_input``; in recovery: ``test_recov
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -103,7 +104,7 @@ def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_t
         text = ranks[rank][1]
         told = [line for line in text.splitlines() if line.startswith(("after ", "no error"))]
         first, second = told or [text, ""]
-        assert f"rank {rank}: the" in first and "another rank died" in first, first
+        assert f"rank {rank}: the" in first and ("rank 1 has ended, or given up" in first or "ranks " in first), first
         assert "recovery after an interrupted iteration: rank(s)" in second and "did not arrive" in second, second
         # The first rank tells who is absent. The other one may be, too: in the collective, waiting for the first rank's
         # part, which never comes, until that one's connection is gone as well.
@@ -149,3 +150,59 @@ def test_the_variable_bounds_every_wait_whatever_the_other_rank_does(tmp_path, n
     assert told.split()[3] == "1", said  # traceback
     assert re.search("failed: |did not arrive", told), said
     assert "waitForInput" not in said, said
+
+
+SHORT, LONG = 2, 4  # iterations
+
+
+def run_a_loop(rank: int, port: int, size: int, short: int, how: str) -> None:
+    """Rank ``short`` makes fewer iterations than the others."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if "torchrun" in how:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store outlives the ranks
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+    torch.manual_seed(0)
+    model = fully_shard(Stack(), reshard_after_forward="gather" in how)
+    begin = time.monotonic()
+    try:
+        for _ in range(SHORT if rank == short else LONG):
+            begin = time.monotonic()
+            mean_square(model, rows()).backward()
+    except RuntimeError as error:
+        print(f"after {time.monotonic() - begin:.1f} s: {type(error).__name__}: {error}".replace("\n", " "))
+    if "killed" in how and rank == short:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "destroyed" in how:
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()  # as a program ends that is no fork
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    "how, size, short",
+    [
+        ("torchrun", 2, 1),
+        ("torchrun, destroyed", 3, 0),
+        ("torchrun, gather", 4, 2),
+        ("torchrun, killed", 2, 0),
+        ("alone, gather", 3, 2),
+    ],
+)
+def test_a_loop_that_is_shorter_on_one_rank_says_how_many_iterations_each_made(tmp_path, size, short, how):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = run_forked(size, tmp_path, run_a_loop, store.port, size, short, how, timeout=80)
+    for rank, (_, text) in enumerate(ranks):
+        told = [line for line in text.splitlines() if line.startswith("after ")]
+        if rank == short:
+            assert not told, told
+            continue
+        assert len(told) == 1 and "RankLostError" in told[0] and float(told[0].split()[1]) < 12, text
+        if how.startswith("torchrun") and "killed" not in how:
+            assert (
+                f"rank {short} has ended normally after {SHORT} iterations, and rank {rank} is in iteration" in told[0]
+            )
+            assert told[0].count("ended normally") == 1 and f"in iteration {SHORT + 1}: the loops of all" in told[0]
+        else:
+            assert re.search(rf"failed: ranks? .*\b{short}\b.* ended, or given up because of an error", told[0]), told
+        assert "gloo/" not in text and "died" not in told[0], text

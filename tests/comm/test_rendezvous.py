@@ -186,4 +186,4 @@ def test_a_rank_that_dies_when_it_is_asked_is_named_in_bounded_time(tmp_path):
     assert ranks[2][0] == -signal.SIGKILL
     for code, said in ranks[:2]:
         told = next((line for line in said.splitlines() if line.startswith("TOLD")), said)
-        assert code == 0 and "comparing: rank(s) 2 have died" in told, said
+        assert code == 0 and "comparing: rank(s) 2 have ended" in told, said

@@ -239,7 +239,9 @@ def check_that_ranks_notice(change, place, is_functional):
     assert any(errors), "no rank has noticed"
     ended = [text is None for text in errors]
     if any(ended):
-        assert all(text is None or "another rank died" in text or re.search(DIFFERENT, text) for text in errors), errors
+        assert all(text is None or "not all ranks have" in text or re.search(DIFFERENT, text) for text in errors), (
+            errors
+        )
     else:
         assert all(re.search(DIFFERENT, text) for text in errors), errors
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import sys
 import time
@@ -296,7 +297,7 @@ def test_a_rank_that_dies(tmp_path: Path, number: int, size: int):
             assert "start of an optimizer's step" in told and told.endswith("Nothing was changed"), said
             assert changed == "CHANGED False 0", said
         else:  # momenta of all buckets that were sent; of more where nothing went to the dead rank
-            assert "in an optimizer's step failed: another rank died" in told, said
+            assert re.search("in an optimizer's step failed: ranks? .* ended, or given up", told), said
             assert number <= int(changed.split()[-1]) <= NUM_BUCKETS, said
 
 

@@ -525,7 +525,7 @@ REFUSALS = (
     "a graph runs only some of the modules of the fully_shard group",
 )
 # Where ranks run different groups, collectives may find no partners: then each rank names its own, after the timeout.
-DIVERGED = "another rank died, or did not"
+DIVERGED = "not all ranks have"
 
 _meshes: dict[int, Meshes] = {}  # by generation: after a failure others are used
 _present_generation = 0
