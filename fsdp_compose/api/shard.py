@@ -7,6 +7,7 @@ them."""
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -20,7 +21,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from .._arguments import checked, size_of
 from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
-from ..checkpoint import extend_transformers_loader
 from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import (
@@ -65,6 +65,8 @@ from ..group import (
 )
 from ..runtime import drive
 
+_TRANSFORMERS_LOADER = "transformers.distributed.sharding_utils"  # must ask for our placements
+
 # ---- Making a group: check arguments, collect the managed parameters, build flat parameters, install them.
 #
 # All checks run before a module is touched, so a rejected call can be repeated.
@@ -98,7 +100,10 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     for item in modules:
         _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
     register_state(modules, state)
-    extend_transformers_loader()
+    if _TRANSFORMERS_LOADER in sys.modules:
+        from ..checkpoint import extend_transformers_loader
+
+        extend_transformers_loader()
 
 
 class _Found(NamedTuple):

@@ -15,6 +15,9 @@ parameters and of the flat views are views of it, and what the user does to one 
 matters (before a forward, a backward, an optimizer step or our clipping).
 """
 
+from typing import TYPE_CHECKING
+
+from .._on_demand import on_demand
 from .accumulation import UnreducedGradient as UnreducedGradient
 from .accumulation import refuse_unreduced as refuse_unreduced
 from .accumulation import waiting as waiting
@@ -56,15 +59,6 @@ from .flat_views import FlatSegment as FlatSegment
 from .flat_views import local_of as local_of
 from .gradient import ShardedGradient as ShardedGradient
 from .gradient import are_untouched as are_untouched
-from .graph import CapturedShard as CapturedShard
-from .graph import GatherPlan as GatherPlan
-from .graph import GraphInputs as GraphInputs
-from .graph import captured_flat as captured_flat
-from .graph import deliver_gradients as deliver_gradients
-from .graph import gather_captured as gather_captured
-from .graph import plan_id as plan_id
-from .graph import refuse_written as refuse_written
-from .graph import summary_of as summary_of
 from .layout import FlatLayout as FlatLayout
 from .layout import Granule as Granule
 from .param_kind import ParameterKind as ParameterKind
@@ -105,3 +99,23 @@ from .tensor_parallel import refuse_placement as refuse_placement
 from .tensor_parallel import specs_of as specs_of
 from .tensor_parallel import tensor_meshes as tensor_meshes
 from .unsharded import explain_refused_access as explain_refused_access
+
+if TYPE_CHECKING:
+    from .graph import CapturedShard as CapturedShard
+    from .graph import GatherPlan as GatherPlan
+    from .graph import GraphInputs as GraphInputs
+    from .graph import captured_flat as captured_flat
+    from .graph import deliver_gradients as deliver_gradients
+    from .graph import gather_captured as gather_captured
+    from .graph import plan_id as plan_id
+    from .graph import refuse_written as refuse_written
+    from .graph import summary_of as summary_of
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "graph": "CapturedShard GatherPlan GraphInputs captured_flat deliver_gradients gather_captured plan_id refuse_written summary_of",
+            "class_codecs": "",
+            "unsharded_extension": "",
+        },
+    )

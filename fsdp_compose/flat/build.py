@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from .._torch import DTensorSpec, local_tensor
 from ..comm import DataParallelMesh, Label
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import Parts, RaggedSpec, note_write_of_all_ranks, parameter_owners, writes
-from .codecs import CompositeCodec, cut
+from ..ragged import RaggedSpec, note_write_of_all_ranks, parameter_owners, writes
+from .codecs import ParameterCodec
 from .flat_param import FlatParamHandle, handle_of
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
@@ -49,9 +49,9 @@ def shard_params(
     """Make a flat parameter from parameters of one kind (see ``group/registry``): copies this rank's elements, and
     changes nothing in the modules."""
     originals, kind, shard = [item.parameter for item in managed], managed[0].kind, None
-    if isinstance(kind.codec, CompositeCodec):
-        parts, shard = _cut(managed[0], mesh)
-        kind = replace(kind, codec=replace(kind.codec, parts=parts))
+    if kind.codec.is_composite:
+        codec, shard = _cut(managed[0], mesh)
+        kind = replace(kind, codec=codec)
     own = TensorParallel.of(originals)
     handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
     if shard is None:
@@ -80,8 +80,11 @@ def _copy_elements(originals: Sequence[nn.Parameter], shard: torch.Tensor, handl
                 shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
 
 
-def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[Parts, torch.Tensor]:
-    """Cut a parameter that is stored as several tensors; return the cut and this rank's bytes."""
+def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[ParameterCodec, torch.Tensor]:
+    """Cut a parameter that is stored as several tensors; return the codec, which knows the cut, and this rank's
+    bytes."""
+    from .class_codecs import CompositeCodec, cut
+
     num_ranks, label = mesh.shard_world_size, Label([item.fqn])
 
     def gather(local: torch.Tensor) -> torch.Tensor:
@@ -92,7 +95,10 @@ def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[Parts, torch.T
         mesh.transport.unrecorded.gather(flat, local, ranges, True, label)
         return flat
 
-    return cut(item.parameter, item.fqn, (num_ranks, mesh.shard_rank), mesh.device, gather)
+    codec = item.kind.codec
+    assert isinstance(codec, CompositeCodec)
+    parts, local = cut(item.parameter, item.fqn, (num_ranks, mesh.shard_rank), mesh.device, gather)
+    return replace(codec, parts=parts), local
 
 
 def shard_again(

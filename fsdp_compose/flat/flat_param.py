@@ -34,7 +34,7 @@ from ..comm import DataParallelMesh, Label, Names, Transport, TransportRole
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, note_write_of_all_ranks
 from .accumulation import PendingGradients
-from .codecs import PRE, ExtensionCodec
+from .codecs import PRE
 from .flat_views import FlatSegment, check_segments_agree
 from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
@@ -52,7 +52,6 @@ from .sharded_param import (
 )
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
-from .unsharded_extension import ExtendedUnsharded
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -145,7 +144,9 @@ class FlatParamHandle(_Referable):
         kind, codec, layout = self.kind, self.kind.codec, self.layout
         dtype = codec.dtype_of(shard)
         compute = kind.compute_dtype(dtype)
-        if isinstance(codec, ExtensionCodec):
+        if codec.gathered_by is not None:
+            from .unsharded_extension import ExtendedUnsharded
+
             unsharded: Unsharded = ExtendedUnsharded(codec, shard, layout, self.mesh, compute, self.label)
         else:
             own = self.tensor_parallel

@@ -19,16 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import grad_dtype_slot, has_grad_dtype_override, is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import common_tensor, describe_part, inner_tensors
-from .codecs import (
-    BY_ELEMENTS,
-    ParameterCodec,
-    check_composite,
-    check_protocol,
-    codec_of,
-    has_protocol,
-    is_composite,
-)
+from .codecs import BY_ELEMENTS, ParameterCodec, check_protocol, codec_of, has_protocol, is_composite
 from .policy import MixedPrecisionPolicy
 
 
@@ -130,6 +121,8 @@ def plain_gradient(gradient: torch.Tensor, label: object) -> torch.Tensor:
     """
     if not is_wrapper(gradient) or isinstance(gradient, DTensor):
         return gradient
+    from ..ragged import common_tensor, describe_part, inner_tensors
+
     plain = common_tensor(gradient)
     if plain is None:
         parts = ", ".join(f"{name}: {describe_part(tensor)}" for name, tensor in inner_tensors(gradient).items())
@@ -162,6 +155,8 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
         return
     check_protocol(param, fqn)
     if is_composite(param):
+        from .class_codecs import check_composite
+
         check_composite(param, fqn, is_gathered)
     elif cls not in _warned and not (is_gathered and has_protocol(param)):
         _warned.add(cls)

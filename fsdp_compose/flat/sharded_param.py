@@ -30,17 +30,7 @@ from .._torch import (
 )
 from ..comm import DataParallelMesh, kept_for
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import (
-    SHOWN_ATTRIBUTE,
-    RaggedDTensor,
-    RaggedSpec,
-    context_of,
-    distribute_ragged,
-    gather_local_shards,
-    inner_tensors,
-    rebind,
-    remade,
-)
+from ..ragged import SHOWN_ATTRIBUTE, RaggedDTensor, RaggedSpec, distribute_ragged, gather_local_shards, rebind
 from .codecs import ParameterCodec
 from .layout import FlatLayout
 from .param_kind import ParameterKind
@@ -123,6 +113,8 @@ def class_attributes(param: torch.Tensor) -> Set[str]:
     """The attributes that a wrapper has from its class, among them the tensors inside, which must not outlive it."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return frozenset()
+    from ..ragged import context_of, inner_tensors, remade
+
     made = remade(type(param), inner_tensors(param), context_of(param), param.shape, param.stride())
     return vars(made).keys()
 

@@ -5,6 +5,7 @@ The runtime drives these objects, and each lives as long as what it describes. `
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -261,3 +262,11 @@ class Backward:
     # The process group carries nothing but buckets of one replicated group during this backward (see Note [Only
     # buckets]); ``None`` if not known yet.
     has_only_buckets: bool | None = None
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is on the stack. If not, a forward from there that has not ended was interrupted."""
+    current: FrameType | None = sys._getframe() if frame is not None else None
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None

@@ -29,7 +29,6 @@ Read ``hooks``, ``default_mode``, ``group_ops``, ``backward``: that is a usual s
 """
 
 from .backward import reduce_accumulated as reduce_accumulated
-from .differentiable_gather import notice_inputs as notice_inputs
 from .group_ops import reshard as reshard
 from .hooks import drive as drive
 from .hooks import enter_alone as enter_alone
