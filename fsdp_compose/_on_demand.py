@@ -83,5 +83,6 @@ def _stand_in(module: str) -> ModuleType:
     return made
 
 
-torch.serialization.add_safe_globals([_Safe(("imported on demand", path)) for path in _PICKLED])
+_safe: list[Any] = [_Safe(("imported on demand", path)) for path in _PICKLED]
+torch.serialization.add_safe_globals(_safe)
 sys.modules.update((module, _stand_in(module)) for module in _GONE)

@@ -57,7 +57,15 @@ else:
         {
             "checkpointed_inputs": "CheckpointedInputs offload_checkpointed_inputs",
             "compiling": "compile",
-            "controls": "UnshardHandle fill_unused functional_mode keep_unsharded no_sync reduce_as_set reduce_gradients register_forward_method register_fsdp_forward_method reshard set_all_reduce_hook set_force_sum_reduction_for_comms set_functional_mode set_gradient_divide_factor set_is_last_backward set_keep_unsharded_storage set_modules_to_backward_prefetch set_modules_to_forward_prefetch set_post_reduction_hook set_requires_all_reduce set_requires_gradient_sync set_reshard_after_backward set_reshard_after_forward sync_optional_groups unshard",
+            "controls": (
+                "UnshardHandle fill_unused functional_mode keep_unsharded no_sync reduce_as_set reduce_gradients "
+                "register_forward_method register_fsdp_forward_method reshard set_all_reduce_hook "
+                "set_force_sum_reduction_for_comms set_functional_mode set_gradient_divide_factor "
+                "set_is_last_backward set_keep_unsharded_storage set_modules_to_backward_prefetch "
+                "set_modules_to_forward_prefetch set_post_reduction_hook set_requires_all_reduce "
+                "set_requires_gradient_sync set_reshard_after_backward set_reshard_after_forward "
+                "sync_optional_groups unshard"
+            ),
             "model_offload": "offload_model onload_model",
             "planning": "ADAMW MakeOptimizer model_of modules_to_wrap of_parameters plan",
             "replicas": "broadcast_replicas set_replicas",

@@ -36,7 +36,6 @@ from ..flat import (
     check_class,
     kind_of,
     mark_owner,
-    refuse_placement,
     refuse_shared_memory,
     regions_of,
     shard_params,
@@ -220,6 +219,8 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
                 f"move the module with module.to({str(device)!r}), or pass a mesh on {param.device.type}"
             )
         if isinstance(param, DTensor) and caller == "fully_shard":
+            from ..flat import refuse_placement
+
             refuse_placement(item.fqn, param, mesh)
         elif isinstance(param, DTensor):
             raise MisuseError(

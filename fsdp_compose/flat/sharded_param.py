@@ -8,13 +8,14 @@ decides which kind of tensor it is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
@@ -34,12 +35,49 @@ from ..ragged import SHOWN_ATTRIBUTE, RaggedDTensor, RaggedSpec, distribute_ragg
 from .codecs import ParameterCodec
 from .layout import FlatLayout
 from .param_kind import ParameterKind
-from .tensor_parallel import FORWARD_SPEC_ATTRIBUTE
 
 # Where a sharded parameter stores the subclass of nn.Parameter that the original belonged to.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
 # Where an original parameter stores the sharded parameter that has replaced it.
 SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
+FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
+# Set on a parameter that forward sees on a mesh with data-parallel dimensions too; see ``tensor_parallel``.
+FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def own_counter(view: torch.Tensor) -> nn.Parameter:
+    """A frozen parameter with the memory of ``view`` and a version counter of its own, as parameters have in a module:
+    so a write to a neighbour is none to what autograd has saved of it."""
+    return nn.Parameter(view.data, requires_grad=False)
+
+
+# ---- Parameters that tensor parallelism has split: how they were placed before ``fully_shard``
+
+
+def spec_of(param: torch.Tensor) -> DTensorSpec | None:
+    """The placement of a parameter, if it is a DTensor."""
+    return dtensor_spec(param) if isinstance(param, DTensor) else None
+
+
+def tensor_meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+    """The meshes of those among ``params`` that are DTensors."""
+    return [*dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))]
+
+
+class _Placed(Protocol):
+    """``TensorParallel``."""
+
+    specs: tuple[DTensorSpec | None, ...]
+
+
+def specs_of(own: _Placed | None, num_params: int) -> Sequence[DTensorSpec | None]:
+    """For each parameter, how it was placed before, if it was a DTensor."""
+    return [None] * num_params if own is None else own.specs
 
 
 @dataclass

@@ -115,9 +115,6 @@ from .state import Scheduler as Scheduler
 from .state import _FSDPState as _FSDPState
 from .state import state_of as state_of
 from .state import widest_mesh as widest_mesh
-from .tied_params import Move as Move
-from .tied_params import apply_moves as apply_moves
-from .tied_params import find_moves as find_moves
 
 if TYPE_CHECKING:
     from .debug import LockstepCommunicator as LockstepCommunicator
@@ -134,11 +131,15 @@ if TYPE_CHECKING:
     from .standstill import POSITION_MARK as POSITION_MARK
     from .standstill import as_ranges as as_ranges
     from .standstill import look_after_standstill as look_after_standstill
+    from .tied_params import Move as Move
+    from .tied_params import apply_moves as apply_moves
+    from .tied_params import find_moves as find_moves
 else:
     __getattr__ = on_demand(
         __name__,
         {
             "debug": "LockstepCommunicator announce_first_forward",
+            "tied_params": "Move apply_moves find_moves",
             "graph": "CAPTURED CapturedGroup GraphPlan VersionsBefore captured_leaves graph_plan_of hold is_capturable",
             "standstill": "HANG_SECONDS_ENV POSITION_MARK as_ranges look_after_standstill",
         },

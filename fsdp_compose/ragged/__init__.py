@@ -38,10 +38,6 @@ from .gather import DifferentiableGather as DifferentiableGather
 from .ops.operands import ReplicatedDTensor as ReplicatedDTensor
 from .ops.operands import map_instances as map_instances
 from .ops.pointwise import was_left_empty as was_left_empty
-from .ops.reductions import accurate_dtype as accurate_dtype
-from .ops.reductions import combine_norms as combine_norms
-from .ops.reductions import finish_norm as finish_norm
-from .ops.reductions import partial_norm as partial_norm
 from .ownership import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
 from .ownership import SHOWN_ATTRIBUTE as SHOWN_ATTRIBUTE
 from .ownership import MixedOperandsError as MixedOperandsError
@@ -55,6 +51,10 @@ from .placement import RaggedSpec as RaggedSpec
 from .placement import RunLengths as RunLengths
 
 if TYPE_CHECKING:
+    from .ops.reductions import accurate_dtype as accurate_dtype
+    from .ops.reductions import combine_norms as combine_norms
+    from .ops.reductions import finish_norm as finish_norm
+    from .ops.reductions import partial_norm as partial_norm
     from .parts import PART_ALIGNMENT_BYTES as PART_ALIGNMENT_BYTES
     from .parts import InnerTensor as InnerTensor
     from .parts import Parts as Parts
@@ -73,7 +73,11 @@ else:
     __getattr__ = on_demand(
         __name__,
         {
-            "parts": "PART_ALIGNMENT_BYTES InnerTensor Parts are_equal common_tensor context_of describe_part first_rows inner_tensors remade rows_of",
+            "ops.reductions": "accurate_dtype combine_norms finish_norm partial_norm",
+            "parts": (
+                "PART_ALIGNMENT_BYTES InnerTensor Parts are_equal common_tensor context_of describe_part first_rows "
+                "inner_tensors remade rows_of"
+            ),
             "subclass_views": "CompositeDTensor show_as with_local",
         },
     )

@@ -1,7 +1,8 @@
 """The control exchange, which checks that all ranks have done the same, and the error that all raise if they have not.
 
 The exchange takes place at the end of a backward, at the end of a forward that has checked for untracked writes, and
-before each reduction in functional mode. ``group/collective_order`` provides the data to compare; ``comm/control_exchange`` transports it."""
+before each reduction in functional mode. ``group/collective_order`` provides the data to compare;
+``comm/control_exchange`` transports it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,18 +42,16 @@ from ..group import (
     OTHER_MODEL,
     ChangeDetector,
     CollectiveLog,
-    Move,
     Replacement,
     Root,
     Scheduler,
     _FSDPState,
-    apply_moves,
     compare_starts,
     contexts_of,
     count_steps,
     digest_of,
-    find_moves,
     find_replacements,
+    find_untied,
     group_modules,
     is_running,
     judge_places,
@@ -71,6 +69,9 @@ from ..group import (
 from .backward import watch_buckets
 from .group_ops import FIXED_ORDER, follow_requires_grad
 from .untracked_writes import checksum
+
+if TYPE_CHECKING:
+    from ..group import Move
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
 #
@@ -520,9 +521,12 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
             prepare_swap(item)
         take_over_assigned(item.swap)
     moves: list[Move] = []
-    for part in roots:
-        known = {sharded for move in moves for sharded in move.sharded_params}
-        moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
+    if any(map(_has_ties, states)):
+        from ..group import find_moves
+
+        for part in roots:
+            known = {sharded for move in moves for sharded in move.sharded_params}
+            moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
     rebind_live_optimizers()
     below = [submodule for part in roots for _, submodule in modules_to_run(part.module)]
     replacements = find_replacements((item.swap for item in states), below)
@@ -548,7 +552,10 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     for replacement in replacements:
         replacement.take_over()
     rebind_live_optimizers()
-    apply_moves(moves)
+    if moves:
+        from ..group import apply_moves
+
+        apply_moves(moves)
     # Moves have made new flat parameters, whose parameters have no names in the root yet.
     _call_parameters(found, (part.module for part in roots))
     handles = [handle for item in states for handle in item._handles]
@@ -601,6 +608,20 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
         item.swap.note_children()
         item.attach_root(root, keeps_awaiting=len(roots) > 1)
     return root
+
+
+def _has_ties(state: _FSDPState) -> bool:
+    """Whether a parameter may have to move to another group: a module of this one shows one that is tied, or untied."""
+    own, seen = {*state._handles}, set[nn.Parameter]()
+    for module in group_modules(state.live_modules()):
+        for param in module._parameters.values():
+            place = None if param is None else handle_of(param)
+            if param is None or place is None:
+                continue
+            if place[0] not in own or param in seen:
+                return True
+            seen.add(param)
+    return bool(find_untied(state.swap))
 
 
 def _gather_parameter(*arguments: Any) -> torch.Tensor:
