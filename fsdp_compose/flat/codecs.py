@@ -12,7 +12,6 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
-import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
@@ -20,7 +19,6 @@ from .._torch import is_wrapper
 from ..errors import MisuseError
 from ..ragged import RaggedDTensor, RaggedSpec
 from .layout import FlatLayout, LocalShards, full_views, local_views
-from .policy import MixedPrecisionPolicy
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -81,19 +79,6 @@ def is_composite(param: torch.Tensor) -> bool:
         return True
     (inner,) = tensors.values()
     return (inner.shape, inner.dtype) != (param.shape, param.dtype) or is_wrapper(inner)
-
-
-def codec_of(
-    param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy, compute: torch.dtype | None
-) -> ParameterCodec:
-    """The codec for ``param``, a checked parameter in ``module`` that computes in ``compute``; the cut of a composite
-    one is not known yet."""
-    has, is_cut = has_protocol(param), is_composite(param)
-    if not is_cut and not (has and param.numel() and param.dim()):
-        return BY_ELEMENTS
-    from .class_codecs import codec_of_class
-
-    return codec_of_class(param, module, policy, compute, is_composite=is_cut)
 
 
 def num_arguments(param: Any) -> int:

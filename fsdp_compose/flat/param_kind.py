@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import grad_dtype_slot, has_grad_dtype_override, is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError
-from .codecs import BY_ELEMENTS, ParameterCodec, check_protocol, codec_of, has_protocol, is_composite
+from .codecs import BY_ELEMENTS, ParameterCodec, check_protocol, has_protocol, is_composite
 from .policy import MixedPrecisionPolicy
 
 
@@ -38,6 +38,19 @@ def kind_of(
     if is_any_grad_dtype(param) and param.is_floating_point():
         gradient = reduce or compute  # the dtype that arrives from the reduction
     return ParameterKind(compute, reduce, gradient, codec)
+
+
+def codec_of(
+    param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy, compute: torch.dtype | None
+) -> ParameterCodec:
+    """The codec for ``param``, a checked parameter in ``module`` that computes in ``compute``; the cut of a composite
+    one is not known yet."""
+    has, is_cut = has_protocol(param), is_composite(param)
+    if not is_cut and not (has and param.numel() and param.dim()):
+        return BY_ELEMENTS
+    from .class_codecs import codec_of_class
+
+    return codec_of_class(param, module, policy, compute, is_composite=is_cut)
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ _exception_in_hand: Callable[[], BaseException | None] = getattr(sys, "exception
 
 
 @cache
-def _notice_inputs() -> None:
+def notice_inputs() -> None:
     """Called by ``fully_shard``; acts once."""
     intercept_backward_inputs(_with_inputs)
 
@@ -323,7 +323,7 @@ def drive(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(post_forward, always_call=True)
-    _notice_inputs()
+    notice_inputs()
     registrations.note()
     tree_has_changed()
 
