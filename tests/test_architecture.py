@@ -106,15 +106,13 @@ def test_a_wing_imports_only_wings_above_it_each_through_its_init():
 
 
 def needs_of(file: File) -> set[File]:
-    """The files that a file needs: of what it imports through a wing's ``__init__``, those where the names are made.
-    What it imports for annotations alone, from its own wing, it does not need to run."""
-    annotating = {item for node in ast.walk(files()[file]) if is_for_annotations(node) for item in node.body}
+    """The files that a file needs, be it inside a function or to annotate: of what it imports through a wing's
+    ``__init__``, those where the names are made."""
     found = {
         origin(start_of(file, node), alias.name)
         for node in ast.walk(files()[file])
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
-        if node not in annotating or start_of(file, node)[:1] != file[:1]
     }
     return found - {file}
 

@@ -42,7 +42,7 @@ def note_capture(state: _FSDPState, key: str, index: int) -> None:
     root = state.root
     if root is not None:
         versions = root.forward.record.captured
-        if versions is None:
+        if not isinstance(versions, VersionsBefore):
             versions = VersionsBefore(())
             root.forward.record.captured = versions
         versions.add(state)
