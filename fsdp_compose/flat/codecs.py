@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import is_wrapper
 from ..errors import MisuseError
 from ..ragged import RaggedDTensor, RaggedSpec
@@ -52,7 +51,7 @@ class ParameterCodec:
 
     def sharded(self, local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
         """Make the tensor of a sharded parameter over one of ``locals_of``."""
-        return local if PLAIN_SHARDED_PARAMS else RaggedDTensor(local, spec)
+        return RaggedDTensor(local, spec)
 
     def wholes_of(self, flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
         """The whole parameters in ``flat``, the shards of all ranks: views of it, unless a class builds something else

@@ -18,7 +18,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import (
     DTensorSpec,
     as_parameter,
@@ -96,11 +95,7 @@ def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
     return sharded
 
 
-def _itself(sharded: Any) -> Any:
-    return sharded
-
-
-local_elements = _itself if PLAIN_SHARDED_PARAMS else local_tensor
+local_elements = local_tensor
 """The local elements behind a sharded parameter: a view of the shard, unless it was given other memory."""
 
 _data_ptr = torch.Tensor.data_ptr
@@ -139,8 +134,7 @@ def make_sharded_param(
     ``original``."""
     tensor = codec.sharded(local, spec)
     # A new tensor needs no alias of itself, which is what nn.Parameter() would make.
-    make = nn.Parameter if tensor is local else as_parameter
-    sharded = make(tensor, original.requires_grad)
+    sharded = as_parameter(tensor, original.requires_grad)
     copy_attributes(original, sharded, not_copied=class_attributes(original))
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
         sharded.__dict__[_CLASS_ATTRIBUTE] = type(original)
@@ -241,9 +235,6 @@ def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
 
 def rebind_sharded_param(sharded: nn.Parameter, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
     """Make ``sharded``, the same object, a view of another shard of its dtype and device; with ``spec``, if given."""
-    if PLAIN_SHARDED_PARAMS:
-        sharded.data = local
-        return
     assert isinstance(sharded, RaggedDTensor)
     rebind(sharded, local, spec)
 
@@ -287,8 +278,6 @@ class Snapshot:
 
 def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
     """Make the tensor for ``sharded.grad``, over ``local``, a view of the flat gradient."""
-    if PLAIN_SHARDED_PARAMS:
-        return local
     spec: RaggedSpec = sharded._spec  # type: ignore[attr-defined]
     gradient = RaggedDTensor(local, spec if spec.dtype == local.dtype else spec.with_dtype(local.dtype))
     return shown_on(sharded.device, gradient)

@@ -27,7 +27,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import (
     DTensorSpec,
     TensorMeta,
@@ -57,8 +56,6 @@ def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
             f"{what}{param.device_mesh}, of {type(local).__name__}, which is stored as several tensors: leave it out "
             "with ignored_params, or do not split it by tensor parallelism"
         )
-    if PLAIN_SHARDED_PARAMS:
-        raise MisuseError(f"{what}{param.device_mesh}: tensor parallelism needs torch 2.12 or newer")
     if isinstance(param, RaggedDTensor):
         raise MisuseError(f"{what}{param.device_mesh}: distribute_ragged() made it; give its module plain parameters")
     if any(not item.is_replicate() and type(item) is not Shard for item in param.placements):
