@@ -142,6 +142,8 @@ def test_what_a_package_gives_out_on_demand_is_what_type_checkers_see():
         assert homes == {
             alias.asname or alias.name: node.module for node in seen if node.module for alias in node.names
         }, package
+        # Importing a file would hide the name.
+        assert not homes.keys() & {file[-1] for file in files() if file[:-1] == package}, package
 
 
 def test_no_wing_needs_itself():
@@ -240,7 +242,9 @@ before = [*sys.modules]
 from fsdp_compose import *
 whole = time.process_time() - begin
 assert {*fsdp_compose.__all__} <= {*globals()} and {*fsdp_compose.__all__} <= {*dir(fsdp_compose)}
-print(json.dumps([light, whole, before]))
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "fsdp_compose"]
+tensors = [key for module in ours for key, item in vars(module).items() if isinstance(item, torch.Tensor)]
+print(json.dumps([light, whole, before, tensors]))
 """
 
 
@@ -262,6 +266,7 @@ def test_a_step_of_a_plain_model_loads_the_core_alone():
 
 def test_the_import_loads_nothing_that_takes_time():
     """Of what takes time when all public names are imported, two fifths at most."""
-    light, whole, before = output_of(_IMPORT)
+    light, whole, before, tensors = output_of(_IMPORT)
     assert "torch.distributed.tensor" not in before
     assert light <= 0.4 * whole
+    assert not tensors, "imported under inference mode, fake tensors or a default device, they would stay of that kind"
