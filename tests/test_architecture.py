@@ -143,7 +143,7 @@ def test_what_a_package_gives_out_on_demand_is_what_type_checkers_see():
             alias.asname or alias.name: node.module for node in seen if node.module for alias in node.names
         }, package
         # Importing a file would hide the name.
-        assert not homes.keys() & {file[-1] for file in files() if file[:-1] == package}, package
+        assert not homes.keys() & {file[-1] for file in files() if file and file[:-1] == package}, package
 
 
 def test_no_wing_needs_itself():
