@@ -3,74 +3,85 @@
 import sys
 import warnings
 from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from . import _import_checks as _import_checks  # first: the others need that torch
-
-try:
-    from . import _torch as _torch  # imports every private name of torch, before anything else runs
-except (ImportError, AttributeError) as error:
-    _import_checks.refuse_if_untested(_import_checks.VERSION, error)
-    raise
 from . import errors as errors
-from . import strategies as strategies
-from . import sync as sync
-from .api import (
-    CheckpointedInputs,
-    UnshardHandle,
-    broadcast_replicas,
-    compile,
-    fully_shard,
-    functional_mode,
-    keep_unsharded,
-    no_sync,
-    offload_checkpointed_inputs,
-    offload_model,
-    onload_model,
-    plan,
-    reduce_gradients,
-    register_forward_method,
-    register_fsdp_forward_method,
-    replicate,
-    reshard,
-    set_all_reduce_hook,
-    set_force_sum_reduction_for_comms,
-    set_functional_mode,
-    set_gradient_divide_factor,
-    set_is_last_backward,
-    set_keep_unsharded_storage,
-    set_modules_to_backward_prefetch,
-    set_modules_to_forward_prefetch,
-    set_post_reduction_hook,
-    set_replicas,
-    set_requires_all_reduce,
-    set_requires_gradient_sync,
-    set_reshard_after_backward,
-    set_reshard_after_forward,
-    set_transport,
-    set_wire_formats,
-    summon_full_params,
-    sync_optional_groups,
-    unshard,
-)
-from .comm import Replicas, Transport, TransportRole, TransportWrapper, WireFormat
+from ._on_demand import on_demand
 from .errors import CheckpointDamagedError, FSDPComposeError, MisuseError, RankLostError, RanksDifferError
-from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
-from .inspect import (
-    FSDPGroup,
-    Plan,
-    Trace,
-    TraceEvent,
-    UnreducedParameter,
-    describe,
-    find_unreduced_parameters,
-    fsdp_groups,
-    record_collectives,
-    trace,
-)
-from .optim import clip_grad_norm_, declare_blockwise, declare_elementwise, flat_parameters, offload_optimizer_states
-from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
-from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
-from .sync import full_parameters
+
+if _import_checks.is_untested(_import_checks.VERSION):
+    try:
+        from . import _torch as _torch  # imports every private name of torch: one may be missing
+    except (ImportError, AttributeError) as error:
+        _import_checks.refuse_if_untested(_import_checks.VERSION, error)
+        raise
+
+if TYPE_CHECKING:
+    from . import strategies as strategies
+    from . import sync as sync
+    from .api import (
+        CheckpointedInputs,
+        UnshardHandle,
+        broadcast_replicas,
+        compile,
+        fully_shard,
+        functional_mode,
+        keep_unsharded,
+        no_sync,
+        offload_checkpointed_inputs,
+        offload_model,
+        onload_model,
+        plan,
+        reduce_gradients,
+        register_forward_method,
+        register_fsdp_forward_method,
+        replicate,
+        reshard,
+        set_all_reduce_hook,
+        set_force_sum_reduction_for_comms,
+        set_functional_mode,
+        set_gradient_divide_factor,
+        set_is_last_backward,
+        set_keep_unsharded_storage,
+        set_modules_to_backward_prefetch,
+        set_modules_to_forward_prefetch,
+        set_post_reduction_hook,
+        set_replicas,
+        set_requires_all_reduce,
+        set_requires_gradient_sync,
+        set_reshard_after_backward,
+        set_reshard_after_forward,
+        set_transport,
+        set_wire_formats,
+        summon_full_params,
+        sync_optional_groups,
+        unshard,
+    )
+    from .comm import Replicas, Transport, TransportRole, TransportWrapper, WireFormat
+    from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
+    from .inspect import (
+        FSDPGroup,
+        Plan,
+        Trace,
+        TraceEvent,
+        UnreducedParameter,
+        describe,
+        find_unreduced_parameters,
+        fsdp_groups,
+        record_collectives,
+        trace,
+    )
+    from .optim import (
+        clip_grad_norm_,
+        declare_blockwise,
+        declare_elementwise,
+        flat_parameters,
+        offload_optimizer_states,
+    )
+    from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
+    from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
+    from .sync import full_parameters
 
 __version__ = "0.3.0"
 
@@ -144,6 +155,33 @@ __all__ = [
     "unshard",
 ]
 
+_get = on_demand(
+    __name__,
+    {
+        "api": (
+            "CheckpointedInputs UnshardHandle broadcast_replicas compile fully_shard functional_mode "
+            "keep_unsharded no_sync offload_checkpointed_inputs offload_model onload_model plan "
+            "reduce_gradients register_forward_method register_fsdp_forward_method replicate reshard "
+            "set_all_reduce_hook set_force_sum_reduction_for_comms set_functional_mode "
+            "set_gradient_divide_factor set_is_last_backward set_keep_unsharded_storage "
+            "set_modules_to_backward_prefetch set_modules_to_forward_prefetch set_post_reduction_hook "
+            "set_replicas set_requires_all_reduce set_requires_gradient_sync set_reshard_after_backward "
+            "set_reshard_after_forward set_transport set_wire_formats summon_full_params "
+            "sync_optional_groups unshard"
+        ),
+        "comm": "Replicas Transport TransportRole TransportWrapper WireFormat",
+        "flat": "CPUOffloadPolicy MixedPrecisionPolicy",
+        "inspect": (
+            "FSDPGroup Plan Trace TraceEvent UnreducedParameter describe find_unreduced_parameters "
+            "fsdp_groups record_collectives trace"
+        ),
+        "optim": ("clip_grad_norm_ declare_blockwise declare_elementwise flat_parameters offload_optimizer_states"),
+        "ragged": "RaggedDTensor RaggedShard distribute_ragged RaggedSpec",
+        "sync": "full_parameters",
+        **dict.fromkeys(("checkpoint", "group", "runtime", "strategies"), ""),
+    },
+)
+
 # Where the names of 0.2 are now. The old names are removed in 0.4.
 _OLD_NAMES = {
     "check": "find_unreduced_parameters",
@@ -162,11 +200,15 @@ _OLD_NAMES = {
 }
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _get(name)
     new = _OLD_NAMES[name]
     warnings.warn(
         f"fsdp_compose.{name} is now fsdp_compose.{new}; the old name works until 0.4", DeprecationWarning, stacklevel=2
     )
     return attrgetter(new)(sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

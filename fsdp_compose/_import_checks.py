@@ -13,37 +13,19 @@ from collections.abc import Mapping
 
 import torch
 
-# ---- The version of torch, checked before anything is imported that another version may lack.
-#
-# On torch 2.11 operations do not dispatch to a DTensor subclass. ``FSDP_COMPOSE_ALLOW_TORCH_2_11=1`` allows importing
-# the package there anyway, to measure the runtime on a machine with that version. Sharded parameters are then plain
-# tensors of this rank's elements, and only ``flat.sharded_param`` handles the difference.
+# ---- The version of torch, checked before anything is imported that another version may lack
 
 
 OLDEST_TORCH = (2, 12)
 TESTED_TORCH = ("2.12.0", "2.13.0", "2.14.1", "2.15.0")
 """The releases that the tests are run with; ``tests/test_requirements.py`` compares docs, Makefile and CI with them."""
 
-ALLOW_2_11_ENV = "FSDP_COMPOSE_ALLOW_TORCH_2_11"
 
-
-def check_torch(version: str) -> bool:
-    """Raise ImportError if ``version`` is too old: there, operations do not dispatch to DTensor subclasses.
-
-    Returns:
-        Whether sharded parameters must be plain local tensors.
-    """
-    numbers = _numbers(version)
-    if numbers >= OLDEST_TORCH:
-        return False
-    if numbers == (2, 11) and os.environ.get(ALLOW_2_11_ENV) == "1":
-        warnings.warn(
-            f"fsdp_compose on torch {version} ({ALLOW_2_11_ENV}=1), for measurements only: sharded parameters are "
-            "plain tensors of this rank's elements, so norms, gradient clipping and checkpoints miss the other ranks'"
-        )
-        return True
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    raise ImportError(f"fsdp_compose needs torch {oldest} or newer; this is torch {version}: pip install -U torch")
+def check_torch(version: str) -> None:
+    """Raise ImportError if ``version`` is too old: there, operations do not dispatch to DTensor subclasses."""
+    if _numbers(version) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(f"fsdp_compose needs torch {oldest} or newer; this is torch {version}: pip install -U torch")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -77,7 +59,7 @@ def refuse_if_untested(version: str, error: ImportError | AttributeError) -> Non
 
 
 VERSION = str(torch.__version__)
-PLAIN_SHARDED_PARAMS = check_torch(VERSION)
+check_torch(VERSION)
 note_untested(VERSION)
 
 

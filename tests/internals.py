@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,16 @@ from fsdp_compose.comm.journal import Journal
 from fsdp_compose.flat.flat_param import FlatParamHandle
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state, states_to_run
 from fsdp_compose.group.state import _FSDPState
+from tests.harness import ROOT
+
+
+def import_all() -> None:
+    """Import every file of the package but those of ``drop_in`` and the command line, also what is imported on demand:
+    for what patches a name in each module that has it."""
+    for path in (ROOT / "fsdp_compose").rglob("[!_]*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if not name.startswith("fsdp_compose.drop_in"):
+            importlib.import_module(name)
 
 
 def executed_lines(call: Callable[[], object]) -> int:

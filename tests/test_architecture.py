@@ -4,17 +4,24 @@ itself."""
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import fsdp_compose
 from tests.harness import ROOT
 from tests.tools.which_tests import files_for, table
 
 PACKAGE = ROOT / "fsdp_compose"
-ABOVE_ALL = ("_torch", "_import_checks", "errors", "_arguments")  # files that any wing may import
+ABOVE_ALL = ("_torch", "_import_checks", "_on_demand", "errors", "_arguments")  # files that any wing may import
 TRAINING = ("comm", "ragged", "flat", "group", "runtime", "optim")
 WINGS = (*TRAINING, "checkpoint", "sync", "inspect", "testing", "api", "tuning")
 LAST_WING = "drop_in"  # which also imports the files on top: ``pipelining``, ``__main__``
@@ -44,9 +51,19 @@ def start_of(file: File, node: ast.ImportFrom) -> File:
 
 
 def offered(package: File) -> dict[str, ast.ImportFrom]:
-    """The names that a package's ``__init__`` imports from its own files, with where."""
-    imported = [node for node in files()[package].body if isinstance(node, ast.ImportFrom) and node.level == 1]
+    """The names that a package's ``__init__`` gives out from its own files, at once or on demand, with where."""
+    nodes = [*files()[package].body, *on_demand(package)]
+    imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1]
     return {alias.asname or alias.name: node for node in imported for alias in node.names}
+
+
+def on_demand(package: File) -> list[ast.stmt]:
+    """What a package's ``__init__`` imports for type checkers alone."""
+    return [item for node in files()[package].body if is_for_annotations(node) for item in node.body]
+
+
+def is_for_annotations(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def imports(file: File) -> Iterator[tuple[File, int]]:
@@ -89,20 +106,13 @@ def test_a_wing_imports_only_wings_above_it_each_through_its_init():
 
 
 def needs_of(file: File) -> set[File]:
-    """The files that a file needs: of what it imports through a wing's ``__init__``, those where the names are made.
-    What it imports for annotations alone, from its own wing, it does not need to run."""
-    annotating = {
-        item
-        for node in ast.walk(files()[file])
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for item in node.body
-    }
+    """The files that a file needs, be it inside a function or to annotate: of what it imports through a wing's
+    ``__init__``, those where the names are made."""
     found = {
         origin(start_of(file, node), alias.name)
         for node in ast.walk(files()[file])
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
-        if node not in annotating or start_of(file, node)[:1] != file[:1]
     }
     return found - {file}
 
@@ -118,6 +128,22 @@ def origin(target: File, name: str) -> File:
 def test_no_file_needs_itself():
     needs = {file: needs_of(file) for file in files() if not is_package(file)}
     TopologicalSorter(needs).prepare()  # raises CycleError, which names the files
+
+
+def test_what_a_package_gives_out_on_demand_is_what_type_checkers_see():
+    for package in filter(is_package, files()):
+        seen = [node for node in on_demand(package) if isinstance(node, ast.ImportFrom)]
+        module = importlib.import_module(".".join((PACKAGE.name, *package)))
+        get = getattr(module, "_get", None) or getattr(module, "__getattr__", None)
+        if get is None:
+            assert not seen, package
+            continue
+        homes = inspect.getclosurevars(get).nonlocals["homes"]
+        assert homes == {
+            alias.asname or alias.name: node.module for node in seen if node.module for alias in node.names
+        }, package
+        # Importing a file would hide the name.
+        assert not homes.keys() & {file[-1] for file in files() if file and file[:-1] == package}, package
 
 
 def test_no_wing_needs_itself():
@@ -176,3 +202,71 @@ def test_what_is_of_a_class_of_ours_is_annotated_so():
         and ast.unparse(annotation) in ("Any", "Any | None", "Optional[Any]")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# ---- What is not used is not loaded
+
+MOST_FILES, MOST_LINES = 62, 22_000
+
+_LOADED = """
+import json, sys
+
+def loaded():
+    ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "fsdp_compose"]
+    return [module.__file__ for module in ours if hasattr(module, "__file__")]  # names of old pickles have none
+"""
+
+_STEP = """
+import torch, null_process_group
+null_process_group.init(rank=3, world_size=64)
+from fsdp_compose import fully_shard
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps(loaded()))
+"""
+
+_IMPORT = """
+import torch, time
+begin = time.process_time()
+import fsdp_compose
+light = time.process_time() - begin
+before = [*sys.modules]
+from fsdp_compose import *
+whole = time.process_time() - begin
+assert {*fsdp_compose.__all__} <= {*globals()} and {*fsdp_compose.__all__} <= {*dir(fsdp_compose)}
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "fsdp_compose"]
+tensors = [key for module in ours for key, item in vars(module).items() if isinstance(item, torch.Tensor)]
+print(json.dumps([light, whole, before, tensors]))
+"""
+
+
+def output_of(program: str) -> Any:
+    """What a new process prints last, as JSON."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks")))
+    environment = {**os.environ, "PYTHONPATH": path, "FSDP_COMPOSE_SIMULATED": "1"}
+    command = [sys.executable, "-c", _LOADED + program]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_a_step_of_a_plain_model_loads_the_core_alone():
+    found = output_of(_STEP)
+    num_lines = sum(len(Path(file).read_text().splitlines()) for file in found)
+    assert len(found) <= MOST_FILES and num_lines <= MOST_LINES, (len(found), num_lines, sorted(found))
+
+
+def test_the_import_loads_nothing_that_takes_time():
+    """Of what takes time when all public names are imported, two fifths at most."""
+    light, whole, before, tensors = output_of(_IMPORT)
+    assert "torch.distributed.tensor" not in before
+    assert light <= 0.4 * whole
+    assert not tensors, "imported under inference mode, fake tensors or a default device, they would stay of that kind"

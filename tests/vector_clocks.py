@@ -38,6 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose._torch import is_wrapper
 from fsdp_compose.comm.transport import Label, Transport, TransportRole, Work
+from tests.internals import import_all
+
+import_all()
 
 Clock = dict[int, int]
 

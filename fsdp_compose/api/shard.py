@@ -7,6 +7,7 @@ them."""
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -20,7 +21,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from .._arguments import checked, size_of
 from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
-from ..checkpoint import extend_transformers_loader
 from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import (
@@ -36,7 +36,6 @@ from ..flat import (
     check_class,
     kind_of,
     mark_owner,
-    refuse_placement,
     refuse_shared_memory,
     regions_of,
     shard_params,
@@ -64,6 +63,8 @@ from ..group import (
     unsharded_tensors,
 )
 from ..runtime import drive
+
+_TRANSFORMERS_LOADER = "transformers.distributed.sharding_utils"  # must ask for our placements
 
 # ---- Making a group: check arguments, collect the managed parameters, build flat parameters, install them.
 #
@@ -98,7 +99,10 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     for item in modules:
         _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
     register_state(modules, state)
-    extend_transformers_loader()
+    if _TRANSFORMERS_LOADER in sys.modules:
+        from ..checkpoint import extend_transformers_loader
+
+        extend_transformers_loader()
 
 
 class _Found(NamedTuple):
@@ -215,6 +219,8 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
                 f"move the module with module.to({str(device)!r}), or pass a mesh on {param.device.type}"
             )
         if isinstance(param, DTensor) and caller == "fully_shard":
+            from ..flat import refuse_placement
+
             refuse_placement(item.fqn, param, mesh)
         elif isinstance(param, DTensor):
             raise MisuseError(

@@ -35,7 +35,7 @@ from ..comm import forget_for, kept_for, known_for, maximum_of_all_ranks
 from ..errors import MisuseRuntimeError
 from ..flat import local_of
 from ..optim import Matrixwise, block_of, elementwise_classes, num_blocks, zeros_per_block
-from ..ragged import RaggedDTensor, known_as, with_local
+from ..ragged import RaggedDTensor, with_local
 
 _NUM_QUANTIZED = 8192  # elements
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes of a tiny tensor's dimensions, all different
@@ -330,10 +330,6 @@ def _pickle(twin: torch.Tensor, loaded: _Loaded, protocol: Any) -> Any:
 
 def _nothing() -> None:
     """Return ``None``, as which a pending tensor is unpickled."""
-
-
-torch.serialization.add_safe_globals([_nothing])
-known_as(_nothing, "fsdp_compose.checkpoint.pending")
 
 
 def is_pending(value: Any) -> bool:

@@ -129,9 +129,6 @@ def plain_target(value: torch.Tensor | Described, device: torch.device) -> Targe
     return Target(torch.empty(value.shape, dtype=value.dtype, device=device if len(value.shape) else "cpu"))
 
 
-_NOTHING = torch.empty(0)
-
-
 # ---- The plan
 
 
@@ -390,8 +387,13 @@ def _quantize(optimizer: Optimizer) -> None:
             exact = [key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()]
             made = state_after_step(optimizer, group, local_of(param)) if exact else {}
             for key in exact:
-                kept, value = made.get(key, _NOTHING), entries[key]
-                if is_wrapper(kept) and not is_wrapper(local_of(value)) and kept.shape == local_of(value).shape:
+                kept, value = made.get(key), entries[key]
+                if (
+                    kept is not None
+                    and is_wrapper(kept)
+                    and not is_wrapper(local_of(value))
+                    and kept.shape == local_of(value).shape
+                ):
                     kept.copy_(local_of(value))
                     entries[key] = RaggedDTensor(kept, value._spec) if isinstance(value, RaggedDTensor) else kept
 

@@ -11,6 +11,9 @@ whether gloo's connections to the missing ranks are closed: then they have ended
 finds out whether another rank waits for this one somewhere else.
 """
 
+from typing import TYPE_CHECKING
+
+from .._on_demand import on_demand
 from .context import all_kept as all_kept
 from .context import forget_for as forget_for
 from .context import kept_for as kept_for
@@ -22,14 +25,6 @@ from .failure import all_reduce as all_reduce
 from .failure import class_of_failure as class_of_failure
 from .failure import failure_of as failure_of
 from .failure import give_up as give_up
-from .gloo import Messages as Messages
-from .gloo import transport_of as transport_of
-from .journal import Journal as Journal
-from .journal import known_journal as known_journal
-from .journal import loss as loss
-from .journal import noticing_loss as noticing_loss
-from .journal import take_back_failure as take_back_failure
-from .journal import tell_failure as tell_failure
 from .mesh import DataParallelMesh as DataParallelMesh
 from .mesh import check_mesh as check_mesh
 from .mesh import data_parallel_mesh as data_parallel_mesh
@@ -39,9 +34,7 @@ from .mesh import joined_mesh as joined_mesh
 from .mesh import mesh_of_this_rank as mesh_of_this_rank
 from .mesh import replicated_mesh as replicated_mesh
 from .mesh import stay_on_cpu as stay_on_cpu
-from .replicas import Replicas as Replicas
-from .replicas import ReplicaTransport as ReplicaTransport
-from .replicas import agree_between as agree_between
+from .mesh import transport_of as transport_of
 from .store import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
 from .store import first_difference as first_difference
 from .store import is_on as is_on
@@ -60,6 +53,7 @@ from .transport import CollectiveNotes as CollectiveNotes
 from .transport import Label as Label
 from .transport import Names as Names
 from .transport import Recorder as Recorder
+from .transport import Replicas as Replicas
 from .transport import Transport as Transport
 from .transport import TransportRole as TransportRole
 from .transport import TransportWrapper as TransportWrapper
@@ -68,8 +62,30 @@ from .transport import as_transferable as as_transferable
 from .transport import device_for as device_for
 from .transport import is_capturing as is_capturing
 from .transport import streams_of as streams_of
-from .wire import Bfloat16 as Bfloat16
-from .wire import Int8 as Int8
-from .wire import Wire as Wire
-from .wire import WireFormat as WireFormat
-from .wire import finish_with as finish_with
+
+if TYPE_CHECKING:
+    from .gloo import Messages as Messages
+    from .journal import Journal as Journal
+    from .journal import known_journal as known_journal
+    from .journal import loss as loss
+    from .journal import noticing_loss as noticing_loss
+    from .journal import take_back_failure as take_back_failure
+    from .journal import tell_failure as tell_failure
+    from .replicas import ReplicaTransport as ReplicaTransport
+    from .replicas import agree_between as agree_between
+    from .wire import Bfloat16 as Bfloat16
+    from .wire import Int8 as Int8
+    from .wire import Wire as Wire
+    from .wire import WireFormat as WireFormat
+    from .wire import finish_with as finish_with
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "gloo": "Messages",
+            "journal": "Journal known_journal loss noticing_loss take_back_failure tell_failure",
+            "replicas": "ReplicaTransport agree_between",
+            "shared_memory": "",
+            "wire": "Bfloat16 Int8 Wire WireFormat finish_with",
+        },
+    )

@@ -27,6 +27,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,8 +37,6 @@ from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes
 from ..errors import RankLostError, RanksDifferError
 from .context import all_kept, forget_for, kept_for, known_for
 from .failure import carries, close_connections, connects, give_up, limit_of, plain_text
-from .gloo import MemoryOfRanks, Pending, look_after_pending
-from .journal import Journal, difference_of, known_journal, who_left
 from .store import known_namespace, own_store, wait_for
 from .transport import BACKWARD, FORWARD, ROUND, STEP, Work
 
@@ -89,9 +88,12 @@ class Doubling:
     """
 
     def __init__(self, control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+        from .gloo import Pending, look_after_pending  # only now: a single rank sends no messages
+
         self.rounds = rounds_of(control.rank(), control.size())
         self.control, self.messages = control, gloo_messages(control)
         look_after_pending()
+        self.pending = partial(Pending, control)
         self._group = weakref.ref(group)
         # Makes the connections in the order of the rounds, pair by pair: made later, out of order, they can deadlock.
         self.begin(torch.zeros(1, dtype=torch.uint8)).wait()
@@ -134,7 +136,7 @@ class Flight:
 
     def _begin_round(self) -> None:
         partner, sends, receives = self._doubling.rounds[self._index]
-        messages, pending = self._doubling.messages, Pending(self._doubling.control)
+        messages, pending = self._doubling.messages, self._doubling.pending()
         self._pending = pending
         try:
             if receives:
@@ -218,8 +220,11 @@ class Carrier:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        from .gloo import MemoryOfRanks
+        from .journal import known_journal
+
         self._group, self._control = weakref.ref(group), control_group(group)
-        self._journal: Journal | None = known_journal(group)
+        self._journal = known_journal(group)
         self._memory = kept_for(group, MemoryOfRanks)  # shared by ranks, once these have found out that they can
         self._head = bytearray(_HEAD.size)
         with outside_modes():
@@ -324,6 +329,8 @@ class Carrier:
         try:
             work.wait()
         except RuntimeError as error:
+            from .journal import difference_of, who_left
+
             group = self._group()
             what = self._end_of if self._end_of in (ROUND, STEP) else f"control exchange at the end of {self._end_of}"
             difference = "" if group is None else difference_of(group)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .._torch import Shown, group_timeout_reader, has_closed, has_gloo_on_cpu, is_listened_to, stop_waiting_for
+from .._torch import Shown, group_timeout_reader, has_closed, is_listened_to, stop_waiting_for
 from .context import kept_for
 from .failure import TIMEOUT_ENV, PartnerGone, failure_of, give_up, gone, limit_of, look_regularly
 from .journal import journal_of, loss
@@ -35,32 +35,21 @@ from .transport import (
     MESSAGES,
     REDUCE_SCATTER,
     SECOND_HALF,
+    TRANSPORT_ENV,
     Label,
     Range,
     Transport,
     Work,
 )
 
-TRANSPORT_ENV = "FSDP_COMPOSE_TRANSPORT"
 # an all-reduce shorter than this, times the number of ranks, is not worth splitting in two halves
 _SHORT_BYTES = 1 << 16
 # Sums from this size on go through shared memory, if all ranks are on one machine: in less than half the time.
 _LONG_BYTES = 1 << 14
 _TAG_BITS = 31
-MOST_RANKS = 16  # each rank sends to each: with many ranks, gloo's rings load a network less
 
 Message = tuple[int, torch.Tensor]
 """The other rank of the group, and the contiguous memory that is sent or received."""
-
-
-def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.ProcessGroup | None = None) -> Transport:
-    """Choose how tensors on ``device`` move between the ranks of ``group``; the choice is the same on every rank.
-    ``peers``: all ranks that issue the same collectives in the same order, each in its own process groups; default:
-    ``group``."""
-    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
-    if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
-        return Messages(group, peers)
-    return Transport(group)
 
 
 @dataclass(slots=True, eq=False)

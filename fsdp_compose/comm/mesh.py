@@ -27,14 +27,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch import backend_name, concatenate_meshes, group_device_types, group_timeout, is_destroyed, make_group_of
+from .._torch import (
+    backend_name,
+    concatenate_meshes,
+    group_device_types,
+    group_timeout,
+    has_gloo_on_cpu,
+    is_destroyed,
+    make_group_of,
+)
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError, RankLostError
 from .context import kept_for
 from .failure import fail_together
-from .gloo import TRANSPORT_ENV, transport_of
-from .replicas import Replicas, ReplicaTransport
 from .store import agree_on_name
-from .transport import Transport, TransportRole
+from .transport import TRANSPORT_ENV, Replicas, Transport, TransportRole
 
 # ---- The process group of all ranks that run a model together: its *peers*, which meet, exchange and recover.
 #
@@ -195,8 +201,11 @@ class DataParallelMesh:
 
     def with_replicas(self, replicas: Replicas | None) -> DataParallelMesh:
         """A copy, of a mesh without a replicate group, that also averages over the user's replica groups."""
-        transport = None if replicas is None else ReplicaTransport(replicas, self.shard_group)
-        return replace(self, replica_transport=transport)
+        if replicas is None:
+            return replace(self, replica_transport=None)
+        from .replicas import ReplicaTransport
+
+        return replace(self, replica_transport=ReplicaTransport(replicas, self.shard_group))
 
     @property
     def replicas(self) -> Replicas | None:
@@ -449,6 +458,21 @@ def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:
                 "contain the others"
             )
     return widest
+
+
+MOST_RANKS = 16  # each rank sends to each: with many ranks, gloo's rings load a network less
+
+
+def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.ProcessGroup | None = None) -> Transport:
+    """Choose how tensors on ``device`` move between the ranks of ``group``; the choice is the same on every rank.
+    ``peers``: all ranks that issue the same collectives in the same order, each in its own process groups; default:
+    ``group``."""
+    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
+    if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
+        from .gloo import Messages  # only now: other backends never need them
+
+        return Messages(group, peers)
+    return Transport(group)
 
 
 def _transport(

@@ -18,47 +18,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from .transport import Label, Transport, Work
-
-
-class Replicas(Protocol):
-    """What ``set_replicas`` takes: groups of ranks that train the same model, each of which may be lost as a whole.
-
-    Both methods are called by every rank of every group, in the same order, in each backward that reduces gradients:
-    ``maximum`` before the first ``average`` and after the last one.
-    Each rank stands for its group: it communicates with the ranks of the same number in the other groups. When a group
-    is lost, both must still return in bounded time, on every rank: some may have noticed and call no more, others not.
-    """
-
-    def average(self, tensor: torch.Tensor) -> Work:
-        """Begin to replace ``tensor`` by its average over the groups that take part in this step, and return an object
-        whose ``wait()`` makes the result visible on the current stream.
-
-        If a group is lost, ``wait()`` must return all the same, with any values in ``tensor``: ``maximum`` tells. A
-        ``RuntimeError`` in ``wait()`` ends this group: its other ranks raise ``RankLostError``.
-
-        Args:
-            tensor: this rank's part of a gradient, averaged over its group: 1-D, contiguous, in the reduce dtype, on
-                the device that computes.
-        """
-
-    def maximum(self, tensor: torch.Tensor) -> bool:
-        """Replace ``tensor`` by its elementwise maximum over the groups that take part in this step, and wait for it.
-
-        A group that takes part in communication only (because it does not have the parameters yet) contributes zeros.
-
-        Args:
-            tensor: of dtype uint8, on the device that computes.
-
-        Returns:
-            Whether it worked, and every average of this backward too. ``False``: a group was lost. The gradients are
-            then worthless, and the caller must not step with them.
-        """
+from .transport import Label, Replicas, Transport, Work
 
 
 class ReplicaTransport(Transport):

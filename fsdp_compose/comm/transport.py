@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from .._arguments import checked
 from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, group_device_types
-
-if TYPE_CHECKING:
-    from .replicas import Replicas
 
 # ---- Streams and events: the one place they come from, which a test can replace
 
@@ -163,6 +160,44 @@ def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 # ---- The transport
+
+
+class Replicas(Protocol):
+    """What ``set_replicas`` takes: groups of ranks that train the same model, each of which may be lost as a whole.
+
+    Both methods are called by every rank of every group, in the same order, in each backward that reduces gradients:
+    ``maximum`` before the first ``average`` and after the last one.
+    Each rank stands for its group: it communicates with the ranks of the same number in the other groups. When a group
+    is lost, both must still return in bounded time, on every rank: some may have noticed and call no more, others not.
+    """
+
+    def average(self, tensor: torch.Tensor) -> Work:
+        """Begin to replace ``tensor`` by its average over the groups that take part in this step, and return an object
+        whose ``wait()`` makes the result visible on the current stream.
+
+        If a group is lost, ``wait()`` must return all the same, with any values in ``tensor``: ``maximum`` tells. A
+        ``RuntimeError`` in ``wait()`` ends this group: its other ranks raise ``RankLostError``.
+
+        Args:
+            tensor: this rank's part of a gradient, averaged over its group: 1-D, contiguous, in the reduce dtype, on
+                the device that computes.
+        """
+
+    def maximum(self, tensor: torch.Tensor) -> bool:
+        """Replace ``tensor`` by its elementwise maximum over the groups that take part in this step, and wait for it.
+
+        A group that takes part in communication only (because it does not have the parameters yet) contributes zeros.
+
+        Args:
+            tensor: of dtype uint8, on the device that computes.
+
+        Returns:
+            Whether it worked, and every average of this backward too. ``False``: a group was lost. The gradients are
+            then worthless, and the caller must not step with them.
+        """
+
+
+TRANSPORT_ENV = "FSDP_COMPOSE_TRANSPORT"
 
 
 class TransportRole(Enum):

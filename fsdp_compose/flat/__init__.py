@@ -15,6 +15,9 @@ parameters and of the flat views are views of it, and what the user does to one 
 matters (before a forward, a backward, an optimizer step or our clipping).
 """
 
+from typing import TYPE_CHECKING
+
+from .._on_demand import on_demand
 from .accumulation import UnreducedGradient as UnreducedGradient
 from .accumulation import refuse_unreduced as refuse_unreduced
 from .accumulation import waiting as waiting
@@ -51,20 +54,8 @@ from .flat_param import segment_owners as segment_owners
 from .flat_param import sharded_param_owners as sharded_param_owners
 from .flat_param import take_over as take_over
 from .flat_param import wholes_of as wholes_of
-from .flat_views import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
-from .flat_views import FlatSegment as FlatSegment
-from .flat_views import local_of as local_of
 from .gradient import ShardedGradient as ShardedGradient
 from .gradient import are_untouched as are_untouched
-from .graph import CapturedShard as CapturedShard
-from .graph import GatherPlan as GatherPlan
-from .graph import GraphInputs as GraphInputs
-from .graph import captured_flat as captured_flat
-from .graph import deliver_gradients as deliver_gradients
-from .graph import gather_captured as gather_captured
-from .graph import plan_id as plan_id
-from .graph import refuse_written as refuse_written
-from .graph import summary_of as summary_of
 from .layout import FlatLayout as FlatLayout
 from .layout import Granule as Granule
 from .param_kind import ParameterKind as ParameterKind
@@ -86,22 +77,50 @@ from .reduction import ReductionOptions as ReductionOptions
 from .shard_storage import ON_DEVICE as ON_DEVICE
 from .shard_storage import ShardStorage as ShardStorage
 from .shard_storage import host_memory as host_memory
+from .sharded_param import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
+from .sharded_param import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
 from .sharded_param import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 from .sharded_param import ManagedParameter as ManagedParameter
 from .sharded_param import check_content as check_content
 from .sharded_param import is_sharded_like as is_sharded_like
 from .sharded_param import like_sharded_param as like_sharded_param
 from .sharded_param import local_elements as local_elements
+from .sharded_param import local_of as local_of
 from .sharded_param import make_gradient as make_gradient
 from .sharded_param import refuse_meta_content as refuse_meta_content
 from .sharded_param import restore_attributes as restore_attributes
 from .sharded_param import sharded_param_of as sharded_param_of
+from .sharded_param import specs_of as specs_of
+from .sharded_param import tensor_meshes as tensor_meshes
 from .sharded_param import whole_like_original as whole_like_original
-from .tensor_parallel import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
-from .tensor_parallel import TensorParallel as TensorParallel
-from .tensor_parallel import is_split_evenly as is_split_evenly
-from .tensor_parallel import placed as placed
-from .tensor_parallel import refuse_placement as refuse_placement
-from .tensor_parallel import specs_of as specs_of
-from .tensor_parallel import tensor_meshes as tensor_meshes
 from .unsharded import explain_refused_access as explain_refused_access
+
+if TYPE_CHECKING:
+    from .flat_views import FlatSegment as FlatSegment
+    from .graph import CapturedShard as CapturedShard
+    from .graph import GatherPlan as GatherPlan
+    from .graph import GraphInputs as GraphInputs
+    from .graph import captured_flat as captured_flat
+    from .graph import deliver_gradients as deliver_gradients
+    from .graph import gather_captured as gather_captured
+    from .graph import plan_id as plan_id
+    from .graph import refuse_written as refuse_written
+    from .graph import summary_of as summary_of
+    from .tensor_parallel import TensorParallel as TensorParallel
+    from .tensor_parallel import is_split_evenly as is_split_evenly
+    from .tensor_parallel import placed as placed
+    from .tensor_parallel import refuse_placement as refuse_placement
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "tensor_parallel": "TensorParallel is_split_evenly placed refuse_placement",
+            "flat_views": "FlatSegment",
+            "graph": (
+                "CapturedShard GatherPlan GraphInputs captured_flat deliver_gradients gather_captured plan_id "
+                "refuse_written summary_of"
+            ),
+            "class_codecs": "",
+            "unsharded_extension": "",
+        },
+    )

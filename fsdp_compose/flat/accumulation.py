@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn as nn
@@ -31,7 +31,9 @@ from ..errors import MisuseRuntimeError
 from ..ragged import RaggedDTensor, RaggedSpec
 from .param_kind import own_grad_dtype, plain_gradient
 from .reduction import AVERAGE, Reduction, ReductionOptions
-from .tensor_parallel import AddUp, TensorParallel
+
+if TYPE_CHECKING:
+    from .tensor_parallel import AddUp, TensorParallel
 
 
 class UnreducedGradient(RaggedDTensor):

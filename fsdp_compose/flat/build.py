@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from .._torch import DTensorSpec, local_tensor
 from ..comm import DataParallelMesh, Label
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import Parts, RaggedSpec, note_write_of_all_ranks, parameter_owners, writes
-from .codecs import CompositeCodec, cut
+from ..ragged import RaggedSpec, note_write_of_all_ranks, parameter_owners, writes
+from .codecs import ParameterCodec
 from .flat_param import FlatParamHandle, handle_of
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
@@ -27,6 +27,7 @@ from .param_kind import ParameterKind, plain_tensor
 from .policy import CPUOffloadPolicy, Granularity
 from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import (
+    FORWARD_SPEC_ATTRIBUTE,
     ManagedParameter,
     copy_attributes,
     inner_of_sharded_param,
@@ -34,8 +35,11 @@ from .sharded_param import (
     make_sharded_param,
     rebind_sharded_param,
     sharded_specs,
+    specs_of,
 )
-from .tensor_parallel import TensorParallel, is_even, largest_local_shape, local_shape, specs_of
+
+if TYPE_CHECKING:
+    from .tensor_parallel import TensorParallel
 
 SHARD_ALIGNMENT_BYTES = 16  # required by cuBLAS and NCCL; misaligned all-gathers lose up to 12x of their bandwidth
 
@@ -49,10 +53,14 @@ def shard_params(
     """Make a flat parameter from parameters of one kind (see ``group/registry``): copies this rank's elements, and
     changes nothing in the modules."""
     originals, kind, shard = [item.parameter for item in managed], managed[0].kind, None
-    if isinstance(kind.codec, CompositeCodec):
-        parts, shard = _cut(managed[0], mesh)
-        kind = replace(kind, codec=replace(kind.codec, parts=parts))
-    own = TensorParallel.of(originals)
+    if kind.codec.is_composite:
+        codec, shard = _cut(managed[0], mesh)
+        kind = replace(kind, codec=codec)
+    own: TensorParallel | None = None
+    if any(isinstance(item, DTensor) or FORWARD_SPEC_ATTRIBUTE in item.__dict__ for item in originals):
+        from .tensor_parallel import TensorParallel
+
+        own = TensorParallel.of(originals)
     handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
     if shard is None:
         device = originals[0].device
@@ -80,8 +88,11 @@ def _copy_elements(originals: Sequence[nn.Parameter], shard: torch.Tensor, handl
                 shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
 
 
-def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[Parts, torch.Tensor]:
-    """Cut a parameter that is stored as several tensors; return the cut and this rank's bytes."""
+def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[ParameterCodec, torch.Tensor]:
+    """Cut a parameter that is stored as several tensors; return the codec, which knows the cut, and this rank's
+    bytes."""
+    from .class_codecs import CompositeCodec, cut
+
     num_ranks, label = mesh.shard_world_size, Label([item.fqn])
 
     def gather(local: torch.Tensor) -> torch.Tensor:
@@ -92,7 +103,10 @@ def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[Parts, torch.T
         mesh.transport.unrecorded.gather(flat, local, ranges, True, label)
         return flat
 
-    return cut(item.parameter, item.fqn, (num_ranks, mesh.shard_rank), mesh.device, gather)
+    codec = item.kind.codec
+    assert isinstance(codec, CompositeCodec)
+    parts, local = cut(item.parameter, item.fqn, (num_ranks, mesh.shard_rank), mesh.device, gather)
+    return replace(codec, parts=parts), local
 
 
 def shard_again(
@@ -117,7 +131,12 @@ def shard_again(
                 f"the parameter {managed[0].fqn} is a {kind.codec.gathered_by} that is tied across groups on different "
                 "meshes: shard both groups on one mesh"
             )
-    own = TensorParallel.joined([*map(_own_specs, params)])
+    own: TensorParallel | None = None
+    own_specs = [*map(_own_specs, params)]
+    if any(shown is not None for _, shown in own_specs):
+        from .tensor_parallel import TensorParallel
+
+        own = TensorParallel.joined(own_specs)
     handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
     if not kind.codec.is_composite:
         device = local_elements(params[0]).device
@@ -192,13 +211,19 @@ def _plan(
     for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None
         whole = tuple(item.parameter.shape)
-        specs.append(ParamSpec(item.fqn, whole if spec is None else largest_local_shape(spec), granule))
-        shapes.append(whole if spec is None else local_shape(spec))
-        if spec is not None and granule not in (None, "elements", "whole") and not is_even(spec):
-            raise MisuseError(
-                f"fully_shard(granularity=...): tensor parallelism does not split {item.fqn}, placed "
-                f"{list(spec.placements)}, evenly, so {granule!r} differs between ranks: choose 'elements' or 'whole'"
-            )
+        largest = local = whole
+        if spec is not None:
+            from .tensor_parallel import is_even, largest_local_shape, local_shape
+
+            largest, local = largest_local_shape(spec), local_shape(spec)
+            if granule not in (None, "elements", "whole") and not is_even(spec):
+                raise MisuseError(
+                    f"fully_shard(granularity=...): tensor parallelism does not split {item.fqn}, placed "
+                    f"{list(spec.placements)}, evenly, so {granule!r} differs between ranks: choose 'elements' or "
+                    "'whole'"
+                )
+        specs.append(ParamSpec(item.fqn, largest, granule))
+        shapes.append(local)
     return plan_layout(specs, mesh.shard_world_size, alignment).with_shapes(shapes)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import foreach_copy_, foreach_mul_, foreach_zero_
-from ..comm import Transport, give_up, loss, noticing_loss, streams_of, tell_failure
+from ..comm import Transport, give_up, streams_of
 from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
@@ -342,6 +342,8 @@ class Communicator:
     @in_range("all_reduce over tensor-parallel ranks of")
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
         """Sum gradients over tensor-parallel ranks, before they are reduced or kept."""
+        from ..comm import noticing_loss
+
         with noticing_loss(transport.group, "the sum of gradients over tensor-parallel ranks"):
             transport.all_reduce(flat, False, handle.label.of(indices)).wait()
 
@@ -420,6 +422,8 @@ class Communicator:
         try:
             stage.issue(handle.mesh, handle.label)
         except Exception as error:  # of a user's transport; autograd shows it only when the backward has ended
+            from ..comm import tell_failure
+
             tell_failure(handle.mesh.peers, error)
             raise
 
@@ -458,6 +462,8 @@ class Communicator:
             except RuntimeError as error:
                 raise self._failure(stage.what, handle, error) from None
             except Exception as error:
+                from ..comm import tell_failure
+
                 tell_failure(handle.mesh.peers, error)
                 raise
         # A stage without work, of one rank, has copied there. The wait() of a simulated group did nothing.
@@ -528,6 +534,8 @@ class Communicator:
         self._module.current_stream(self._device).wait_stream(stream)
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        from ..comm import loss
+
         group = handle.mesh.peers
         failure = loss(group, f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", error)
         give_up(group, failure)

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -34,8 +34,7 @@ from ..comm import DataParallelMesh, Label, Names, Transport, TransportRole
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, note_write_of_all_ranks
 from .accumulation import PendingGradients
-from .codecs import PRE, ExtensionCodec
-from .flat_views import FlatSegment, check_segments_agree
+from .codecs import PRE
 from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, LocalShards, full_views, local_views
@@ -50,9 +49,11 @@ from .sharded_param import (
     rebind_sharded_param,
     take_content,
 )
-from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
-from .unsharded_extension import ExtendedUnsharded
+
+if TYPE_CHECKING:
+    from .flat_views import FlatSegment
+    from .tensor_parallel import TensorParallel
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -145,7 +146,11 @@ class FlatParamHandle(_Referable):
         kind, codec, layout = self.kind, self.kind.codec, self.layout
         dtype = codec.dtype_of(shard)
         compute = kind.compute_dtype(dtype)
-        if isinstance(codec, ExtensionCodec):
+        if codec.gathered_by is not None:
+            from .class_codecs import ExtensionCodec
+            from .unsharded_extension import ExtendedUnsharded
+
+            assert isinstance(codec, ExtensionCodec)
             unsharded: Unsharded = ExtendedUnsharded(codec, shard, layout, self.mesh, compute, self.label)
         else:
             own = self.tensor_parallel
@@ -245,14 +250,14 @@ class FlatParamHandle(_Referable):
         """Copy the sharded parameters' ``requires_grad`` to the unsharded parameters."""
         flags = [*map(_requires_grad, self.sharded_params)]
         if flags != self.unsharded.flags:
-            check_segments_agree(self.segments, flags, self.names)
+            _check_segments_agree(self.segments, flags, self.names)
             self.unsharded.set_flags(flags)
         self.pending_gradients.is_trainable = any(flags)
 
     def follow_unsharded_requires_grad(self) -> None:
         """Copy to the sharded parameters the ``requires_grad`` that forward has set on the unsharded ones."""
         flags = self.unsharded.present_flags()
-        check_segments_agree(self.segments, flags, self.names)
+        _check_segments_agree(self.segments, flags, self.names)
         for sharded, old, new in zip(self.sharded_params, self.unsharded.flags, flags, strict=True):
             if old != new:
                 sharded.requires_grad_(new)
@@ -470,9 +475,26 @@ def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool)
     return None
 
 
+def _check_segments_agree(segments: Sequence[FlatSegment], flags: Sequence[bool], names: Sequence[str]) -> None:
+    """Raise ValueError if ``requires_grad`` differs within a flat view."""
+    for segment in segments:
+        those = {
+            flag: names[i]
+            for i, flag in zip(segment.sharded_params, flags[segment.sharded_params.start :], strict=False)
+        }
+        if len(those) > 1:
+            raise MisuseError(
+                f"requires_grad of {those[False]} is now False and that of {those[True]} is True, but "
+                "flat_parameters() has put both into one flat view, which an optimizer updates as a whole: freeze "
+                "parameters before flat_parameters(), or put the two into separate selections (where=...)"
+            )
+
+
 def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool, among_cut: bool = False) -> FlatSegment:
     """Make a segment over sharded parameters that are in no other segment. Unless ``is_local``, tensor parallelism must
     split all of them in the same way. ``among_cut``: tensor parallelism splits some parameters of the model."""
+    from .flat_views import FlatSegment
+
     own = None if is_local else handle.tensor_parallel
     cut = () if own is None else own.sharded_dims(sharded_params[0])
     segment = FlatSegment(handle.layout, handle.mesh, sharded_params, is_local, handle.shard, cut, among_cut)

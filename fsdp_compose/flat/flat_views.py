@@ -16,21 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, renew_hooks, set_local_tensor
+from .._torch import DTensorSpec, TensorMeta, make_dtensor, renew_hooks, set_local_tensor
 from ..comm import DataParallelMesh
-from ..errors import MisuseError
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
 from .layout import FlatLayout
-from .sharded_param import copy_attributes, shown_on
-
-FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
+from .sharded_param import FLAT_ATTRIBUTE, copy_attributes, local_of, shown_on
 
 
 class FlatSegment:
@@ -132,23 +128,3 @@ class FlatSegment:
         meta, placements = TensorMeta(torch.Size(self._shape), (1,), local.dtype), self._mesh.placements(Shard(0))
         tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(mesh, placements, meta))
         return tensor
-
-
-def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def check_segments_agree(segments: Sequence[FlatSegment], flags: Sequence[bool], names: Sequence[str]) -> None:
-    """Raise ValueError if ``requires_grad`` differs within a flat view."""
-    for segment in segments:
-        those = {
-            flag: names[i]
-            for i, flag in zip(segment.sharded_params, flags[segment.sharded_params.start :], strict=False)
-        }
-        if len(those) > 1:
-            raise MisuseError(
-                f"requires_grad of {those[False]} is now False and that of {those[True]} is True, but "
-                "flat_parameters() has put both into one flat view, which an optimizer updates as a whole: freeze "
-                "parameters before flat_parameters(), or put the two into separate selections (where=...)"
-            )

@@ -12,16 +12,19 @@ from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
 from sys import getrefcount
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 
 from .._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set_local_tensor, storage_use_counter
 from ..errors import MisuseRuntimeError
-from .flat_views import FlatSegment, local_of
 from .gradient_hooks import GradientHooks
 from .param_kind import expect_gradient
-from .sharded_param import follow_layout, local_elements, make_gradient
+from .sharded_param import follow_layout, local_elements, local_of, make_gradient
+
+if TYPE_CHECKING:
+    from .flat_views import FlatSegment
 
 # ---- The memory of a flat gradient, and its views: the tensors in ``.grad`` of sharded parameters and flat views
 

@@ -19,16 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import grad_dtype_slot, has_grad_dtype_override, is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import common_tensor, describe_part, inner_tensors
-from .codecs import (
-    BY_ELEMENTS,
-    ParameterCodec,
-    check_composite,
-    check_protocol,
-    codec_of,
-    has_protocol,
-    is_composite,
-)
+from .codecs import BY_ELEMENTS, ParameterCodec, check_protocol, has_protocol, is_composite
 from .policy import MixedPrecisionPolicy
 
 
@@ -47,6 +38,19 @@ def kind_of(
     if is_any_grad_dtype(param) and param.is_floating_point():
         gradient = reduce or compute  # the dtype that arrives from the reduction
     return ParameterKind(compute, reduce, gradient, codec)
+
+
+def codec_of(
+    param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy, compute: torch.dtype | None
+) -> ParameterCodec:
+    """The codec for ``param``, a checked parameter in ``module`` that computes in ``compute``; the cut of a composite
+    one is not known yet."""
+    has, is_cut = has_protocol(param), is_composite(param)
+    if not is_cut and not (has and param.numel() and param.dim()):
+        return BY_ELEMENTS
+    from .class_codecs import codec_of_class
+
+    return codec_of_class(param, module, policy, compute, is_composite=is_cut)
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,8 @@ def plain_gradient(gradient: torch.Tensor, label: object) -> torch.Tensor:
     """
     if not is_wrapper(gradient) or isinstance(gradient, DTensor):
         return gradient
+    from ..ragged import common_tensor, describe_part, inner_tensors
+
     plain = common_tensor(gradient)
     if plain is None:
         parts = ", ".join(f"{name}: {describe_part(tensor)}" for name, tensor in inner_tensors(gradient).items())
@@ -162,6 +168,8 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
         return
     check_protocol(param, fqn)
     if is_composite(param):
+        from .class_codecs import check_composite
+
         check_composite(param, fqn, is_gathered)
     elif cls not in _warned and not (is_gathered and has_protocol(param)):
         _warned.add(cls)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,10 @@ from .gradient_hooks import GradientHooks
 from .layout import FlatLayout
 from .policy import CPUOffloadPolicy
 from .reduction import Reduction, ReductionOptions
-from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded
+
+if TYPE_CHECKING:
+    from .tensor_parallel import TensorParallel
 
 # ---- Copies between host memory and the device that computes: their stream, their order, and when the host may look
 #

@@ -8,16 +8,16 @@ decides which kind of tensor it is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import (
     DTensorSpec,
     as_parameter,
@@ -30,26 +30,53 @@ from .._torch import (
 )
 from ..comm import DataParallelMesh, kept_for
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import (
-    SHOWN_ATTRIBUTE,
-    RaggedDTensor,
-    RaggedSpec,
-    context_of,
-    distribute_ragged,
-    gather_local_shards,
-    inner_tensors,
-    rebind,
-    remade,
-)
+from ..ragged import SHOWN_ATTRIBUTE, RaggedDTensor, RaggedSpec, distribute_ragged, gather_local_shards, rebind
 from .codecs import ParameterCodec
 from .layout import FlatLayout
 from .param_kind import ParameterKind
-from .tensor_parallel import FORWARD_SPEC_ATTRIBUTE
 
 # Where a sharded parameter stores the subclass of nn.Parameter that the original belonged to.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
 # Where an original parameter stores the sharded parameter that has replaced it.
 SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
+FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
+# Set on a parameter that forward sees on a mesh with data-parallel dimensions too; see ``tensor_parallel``.
+FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def own_counter(view: torch.Tensor) -> nn.Parameter:
+    """A frozen parameter with the memory of ``view`` and a version counter of its own, as parameters have in a module:
+    so a write to a neighbour is none to what autograd has saved of it."""
+    return nn.Parameter(view.data, requires_grad=False)
+
+
+# ---- Parameters that tensor parallelism has split: how they were placed before ``fully_shard``
+
+
+def spec_of(param: torch.Tensor) -> DTensorSpec | None:
+    """The placement of a parameter, if it is a DTensor."""
+    return dtensor_spec(param) if isinstance(param, DTensor) else None
+
+
+def tensor_meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+    """The meshes of those among ``params`` that are DTensors."""
+    return [*dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))]
+
+
+class _Placed(Protocol):
+    """``TensorParallel``."""
+
+    specs: tuple[DTensorSpec | None, ...]
+
+
+def specs_of(own: _Placed | None, num_params: int) -> Sequence[DTensorSpec | None]:
+    """For each parameter, how it was placed before, if it was a DTensor."""
+    return [None] * num_params if own is None else own.specs
 
 
 @dataclass
@@ -68,11 +95,7 @@ def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
     return sharded
 
 
-def _itself(sharded: Any) -> Any:
-    return sharded
-
-
-local_elements = _itself if PLAIN_SHARDED_PARAMS else local_tensor
+local_elements = local_tensor
 """The local elements behind a sharded parameter: a view of the shard, unless it was given other memory."""
 
 _data_ptr = torch.Tensor.data_ptr
@@ -111,8 +134,7 @@ def make_sharded_param(
     ``original``."""
     tensor = codec.sharded(local, spec)
     # A new tensor needs no alias of itself, which is what nn.Parameter() would make.
-    make = nn.Parameter if tensor is local else as_parameter
-    sharded = make(tensor, original.requires_grad)
+    sharded = as_parameter(tensor, original.requires_grad)
     copy_attributes(original, sharded, not_copied=class_attributes(original))
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
         sharded.__dict__[_CLASS_ATTRIBUTE] = type(original)
@@ -123,6 +145,8 @@ def class_attributes(param: torch.Tensor) -> Set[str]:
     """The attributes that a wrapper has from its class, among them the tensors inside, which must not outlive it."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return frozenset()
+    from ..ragged import context_of, inner_tensors, remade
+
     made = remade(type(param), inner_tensors(param), context_of(param), param.shape, param.stride())
     return vars(made).keys()
 
@@ -211,9 +235,6 @@ def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
 
 def rebind_sharded_param(sharded: nn.Parameter, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
     """Make ``sharded``, the same object, a view of another shard of its dtype and device; with ``spec``, if given."""
-    if PLAIN_SHARDED_PARAMS:
-        sharded.data = local
-        return
     assert isinstance(sharded, RaggedDTensor)
     rebind(sharded, local, spec)
 
@@ -257,8 +278,6 @@ class Snapshot:
 
 def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
     """Make the tensor for ``sharded.grad``, over ``local``, a view of the flat gradient."""
-    if PLAIN_SHARDED_PARAMS:
-        return local
     spec: RaggedSpec = sharded._spec  # type: ignore[attr-defined]
     gradient = RaggedDTensor(local, spec if spec.dtype == local.dtype else spec.with_dtype(local.dtype))
     return shown_on(sharded.device, gradient)

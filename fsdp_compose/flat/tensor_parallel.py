@@ -27,7 +27,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import (
     DTensorSpec,
     TensorMeta,
@@ -42,11 +41,10 @@ from ..comm import Transport, TransportRole, joined_mesh
 from ..errors import MisuseError
 from ..ragged import RaggedDTensor
 from .codecs import is_composite
+from .sharded_param import FORWARD_SPEC_ATTRIBUTE, own_counter, spec_of
 
 AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
 """Replaces a tensor by its sum over the ranks of a transport. The indices say which parameters' gradients it holds."""
-
-FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
 
 
 def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
@@ -58,8 +56,6 @@ def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
             f"{what}{param.device_mesh}, of {type(local).__name__}, which is stored as several tensors: leave it out "
             "with ignored_params, or do not split it by tensor parallelism"
         )
-    if PLAIN_SHARDED_PARAMS:
-        raise MisuseError(f"{what}{param.device_mesh}: tensor parallelism needs torch 2.12 or newer")
     if isinstance(param, RaggedDTensor):
         raise MisuseError(f"{what}{param.device_mesh}: distribute_ragged() made it; give its module plain parameters")
     if any(not item.is_replicate() and type(item) is not Shard for item in param.placements):
@@ -80,11 +76,6 @@ def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
         raise MisuseError(
             f"{what}{param.device_mesh}, and the data-parallel mesh is {mesh}: {error}. {advice}"
         ) from error
-
-
-def tensor_meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-    """The meshes of those among ``params`` that are DTensors."""
-    return [*dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))]
 
 
 def placed(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -118,11 +109,6 @@ def is_even(spec: DTensorSpec) -> bool:
     """Whether all ranks have equally much."""
     sharded = [spec.mesh.size(dim) for dim, item in enumerate(spec.placements) if item.is_shard()]
     return prod(largest_local_shape(spec)) * prod(sharded) == prod(spec.shape)
-
-
-def specs_of(own: TensorParallel | None, num_params: int) -> Sequence[DTensorSpec | None]:
-    """For each parameter, how it was placed before, if it was a DTensor."""
-    return [None] * num_params if own is None else own.specs
 
 
 class TensorParallel:
@@ -292,20 +278,9 @@ def _own_dims(spec: DTensorSpec | None, shown: DTensorSpec | None) -> list[int] 
     return [names.index(name) for name in own]
 
 
-def own_counter(view: torch.Tensor) -> nn.Parameter:
-    """A frozen parameter with the memory of ``view`` and a version counter of its own, as parameters have in a module:
-    so a write to a neighbour is none to what autograd has saved of it."""
-    return nn.Parameter(view.data, requires_grad=False)
-
-
 def _parameter(view: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
     assert spec.tensor_meta is not None
     meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, view.dtype)
     parameter = nn.Parameter(make_dtensor(DTensor, view, DTensorSpec(spec.mesh, spec.placements, meta)), False)
     set_local_tensor(parameter, view)
     return parameter
-
-
-def spec_of(param: torch.Tensor) -> DTensorSpec | None:
-    """The placement of a parameter, if it is a DTensor."""
-    return dtensor_spec(param) if isinstance(param, DTensor) else None

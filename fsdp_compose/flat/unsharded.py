@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -30,8 +30,10 @@ from .._torch import PlainAttributes, memory_exchange, refuse_access, set_local_
 from ..comm import DataParallelMesh, Label, Transport, Work, streams_of
 from ..ragged import writes
 from .layout import FlatLayout, full_views
-from .sharded_param import restore_attributes
-from .tensor_parallel import TensorParallel, own_counter
+from .sharded_param import own_counter, restore_attributes
+
+if TYPE_CHECKING:
+    from .tensor_parallel import TensorParallel
 
 # ---- Input of an all-gather: the shards of all ranks, or parts kept from an earlier all-gather
 #

@@ -24,7 +24,8 @@ from .._torch import preserved_versions, same_storage
 from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank, streams_of
 from ..errors import MisuseError
 from ..ragged import show_as, writes
-from .codecs import RELEASES, ExtensionCodec
+from .class_codecs import ExtensionCodec
+from .codecs import RELEASES
 from .layout import FlatLayout
 from .param_kind import plain_gradient
 from .sharded_param import NOT_COPIED, share_attributes

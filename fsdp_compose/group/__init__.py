@@ -14,6 +14,9 @@ The code that watches optimizer steps is here and not in ``optim``, because the 
 the exchange compares the count of steps.
 """
 
+from typing import TYPE_CHECKING
+
+from .._on_demand import on_demand
 from .change_detection import ChangeDetector as ChangeDetector
 from .change_detection import Replacement as Replacement
 from .change_detection import detect_meta_buffers as detect_meta_buffers
@@ -44,20 +47,6 @@ from .collective_order import Kind as Kind
 from .collective_order import OrderedRoot as OrderedRoot
 from .collective_order import first_difference_of_entries as first_difference_of_entries
 from .collective_order import judge_places as judge_places
-from .debug import HANG_SECONDS_ENV as HANG_SECONDS_ENV
-from .debug import POSITION_MARK as POSITION_MARK
-from .debug import LockstepCommunicator as LockstepCommunicator
-from .debug import announce_first_forward as announce_first_forward
-from .debug import as_ranges as as_ranges
-from .debug import look_after_standstill as look_after_standstill
-from .graph import CAPTURED as CAPTURED
-from .graph import CapturedGroup as CapturedGroup
-from .graph import GraphPlan as GraphPlan
-from .graph import VersionsBefore as VersionsBefore
-from .graph import captured_leaves as captured_leaves
-from .graph import graph_plan_of as graph_plan_of
-from .graph import hold as hold
-from .graph import is_capturable as is_capturable
 from .hook_decorators import _annotate_modules_for_dynamo as _annotate_modules_for_dynamo
 from .hook_decorators import begins_backward as begins_backward
 from .hook_decorators import begins_forward as begins_forward
@@ -70,6 +59,7 @@ from .iteration import BackwardState as BackwardState
 from .iteration import ForwardRecord as ForwardRecord
 from .iteration import GroupUse as GroupUse
 from .iteration import HookedUse as HookedUse
+from .iteration import is_running as is_running
 from .iteration import registrations as registrations
 from .kept_tensors import ATOMS as ATOMS
 from .kept_tensors import BoundToModule as BoundToModule
@@ -125,6 +115,32 @@ from .state import Scheduler as Scheduler
 from .state import _FSDPState as _FSDPState
 from .state import state_of as state_of
 from .state import widest_mesh as widest_mesh
-from .tied_params import Move as Move
-from .tied_params import apply_moves as apply_moves
-from .tied_params import find_moves as find_moves
+
+if TYPE_CHECKING:
+    from .debug import LockstepCommunicator as LockstepCommunicator
+    from .debug import announce_first_forward as announce_first_forward
+    from .graph import CAPTURED as CAPTURED
+    from .graph import CapturedGroup as CapturedGroup
+    from .graph import GraphPlan as GraphPlan
+    from .graph import VersionsBefore as VersionsBefore
+    from .graph import captured_leaves as captured_leaves
+    from .graph import graph_plan_of as graph_plan_of
+    from .graph import hold as hold
+    from .graph import is_capturable as is_capturable
+    from .standstill import HANG_SECONDS_ENV as HANG_SECONDS_ENV
+    from .standstill import POSITION_MARK as POSITION_MARK
+    from .standstill import as_ranges as as_ranges
+    from .standstill import look_after_standstill as look_after_standstill
+    from .tied_params import Move as Move
+    from .tied_params import apply_moves as apply_moves
+    from .tied_params import find_moves as find_moves
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "debug": "LockstepCommunicator announce_first_forward",
+            "tied_params": "Move apply_moves find_moves",
+            "graph": "CAPTURED CapturedGroup GraphPlan VersionsBefore captured_leaves graph_plan_of hold is_capturable",
+            "standstill": "HANG_SECONDS_ENV POSITION_MARK as_ranges look_after_standstill",
+        },
+    )

@@ -118,6 +118,9 @@ class OrderedRoot(Protocol):
     def states(self) -> Sequence[Callable[[], Group | None]]: ...  # weak references
 
     @property
+    def order(self) -> CollectiveLog: ...
+
+    @property
     def label(self) -> str: ...
 
     def has_backward_to_come(self) -> bool: ...

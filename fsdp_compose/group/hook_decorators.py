@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.nn as nn
 
 from .._torch import skip_frame, skip_top_frame
 from ..flat import End, begin, watched
-
-if TYPE_CHECKING:
-    from .iteration import HookedUse
-    from .state import _FSDPState
+from .collective_order import Group
 
 # ---- Support for torch.compile: annotations on managed modules, and hooks that Dynamo never traces.
 #
@@ -68,13 +65,23 @@ def traced_inside_others(function: _F) -> _F:
 _Method = Callable[..., Any]
 
 
+class _Use(Protocol):
+    """The part of a ``HookedUse`` that is reported."""
+
+    @property
+    def state(self) -> Group: ...
+
+    @property
+    def active_backward(self) -> object: ...
+
+
 _forwards: list[End] = []  # the running forwards, innermost last
-_backwards: dict[int, tuple[weakref.ref[_FSDPState], End]] = {}  # by the id of a use; the graph keeps the use alive
+_backwards: dict[int, tuple[weakref.ref[Group], End]] = {}  # by the id of a use; the graph keeps the use alive
 
 
 def _after_enter(method: _Method) -> _Method:
     @never_traced
-    def enter(mode: object, root: object, state: _FSDPState, is_recomputed: bool) -> Any:
+    def enter(mode: object, root: object, state: Group, is_recomputed: bool) -> Any:
         entered = method(mode, root, state, is_recomputed)
         _forwards.append(begin("recomputation" if is_recomputed else "forward", state, state.name))
         return entered
@@ -94,7 +101,7 @@ def _before_leave(method: _Method) -> _Method:
 
 def _after_reach(method: _Method) -> _Method:
     @never_traced
-    def reach(use: HookedUse, grad: object) -> None:
+    def reach(use: _Use, grad: object) -> None:
         before = use.active_backward
         method(use, grad)
         if use.active_backward is not before:  # otherwise another output came first
@@ -106,7 +113,7 @@ def _after_reach(method: _Method) -> _Method:
 
 def _before_pass(method: _Method) -> _Method:
     @never_traced
-    def leave(use: HookedUse, grad: object) -> None:
+    def leave(use: _Use, grad: object) -> None:
         _end_backward(id(use))
         method(use, grad)
 

@@ -5,6 +5,7 @@ The runtime drives these objects, and each lives as long as what it describes. `
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import backwards
 
 if TYPE_CHECKING:
-    from ..flat import FlatParamHandle, Region
-    from .graph import CapturedGroup, VersionsBefore
+    from ..flat import CapturedShard, FlatParamHandle, Region
+    from .collective_order import Group
     from .parameter_swap import ParameterSwap
-    from .state import _FSDPState
 
 # ---- The progress of one group: in the running iteration, in the running backward, and carried over from earlier ones
 #
@@ -71,7 +71,7 @@ class HookedUse(GroupUse, Protocol):
     has_alias: bool
 
     @property
-    def state(self) -> _FSDPState: ...
+    def state(self) -> Group: ...
 
     @property
     def device_type(self) -> str: ...
@@ -90,6 +90,28 @@ class HookedUse(GroupUse, Protocol):
 
     def hook_output(self, tensor: torch.Tensor) -> bool:
         """Hook a tensor for pre-backward. Returns ``False`` if backward could enter the group without the hook."""
+
+
+class Captured(Protocol):
+    """A group as graphs of ``torch.compile`` see it; see ``graph.CapturedGroup``."""
+
+    shards: list[CapturedShard]
+
+    def follow(self) -> None: ...
+
+    def knows(self, place: torch.Tensor) -> bool: ...
+
+    def bring(self) -> tuple[bool, bool]: ...
+
+    def drop(self) -> None: ...
+
+
+class CapturedVersions(Protocol):
+    """Parameter versions of groups that graphs may run; see ``graph.VersionsBefore``."""
+
+    def check_forward(self) -> None: ...
+
+    def check_backward(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +179,7 @@ class PersistentState:
     unhooked_versions: list[int] | None = None
     has_leaf_hooks: bool = False  # the unsharded parameters have hooks that notice a backward,
     has_bucket_hooks: bool = False  # ... and hooks that notice complete buckets
-    captured: CapturedGroup | None = None  # the group as graphs of ``torch.compile`` see it, if any was captured
+    captured: Captured | None = None  # the group as graphs of ``torch.compile`` see it, if any was captured
     is_asleep: bool = False  # its shards are in host memory (``offload_model()``)
 
     def have_new_parameters(self) -> None:
@@ -187,7 +209,7 @@ class ForwardRecord:
     begun: list[int] = field(default_factory=list)
     # Groups that backward will reach, in the order in which their forwards ended; drives backward prefetch.
     hooked: list[int] = field(default_factory=list)
-    captured: VersionsBefore | None = None  # versions of groups that graphs may have run, if there are any
+    captured: CapturedVersions | None = None  # versions of groups that graphs may have run, if there are any
 
 
 class _Registrations:
@@ -261,3 +283,11 @@ class Backward:
     # The process group carries nothing but buckets of one replicated group during this backward (see Note [Only
     # buckets]); ``None`` if not known yet.
     has_only_buckets: bool | None = None
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is on the stack. If not, a forward from there that has not ended was interrupted."""
+    current: FrameType | None = sys._getframe() if frame is not None else None
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import DataParallelMesh, forget_for, kept_for, known_for, meet
 from ..errors import RanksDifferError
 from ..flat import FlatParamHandle, ManagedParameter, handle_of, plain_tensor
-from .collective_order import Kind
-
-if TYPE_CHECKING:
-    from .state import _FSDPState
+from .collective_order import Group, Kind
 
 LOAD_REMEDY = (
     "Each rank has kept its own part of what it was given, so the model is a mixture: load it again, with the same "
@@ -106,7 +103,7 @@ def notice_load(given: Iterable[tuple[nn.Parameter, Any]]) -> None:
         elif (load := known_for(handle, _Load)) is not None:
             load.digests.pop(index, None)
     for handle, digests in by_handle.items():
-        state = cast("_FSDPState | None", handle.owner and handle.owner())
+        state = cast("Group | None", handle.owner and handle.owner())
         if state is None or state.root is None:
             kept_for(handle, _Load).digests.update(digests)
         elif any(digests.values()):
@@ -133,7 +130,7 @@ def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
     )
 
 
-def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState], replaced: Set[nn.Parameter]) -> None:
+def compare_starts(mesh: DataParallelMesh, states: Sequence[Group], replaced: Set[nn.Parameter]) -> None:
     """Check that the ranks of each shard group started from equal parameters, or have loaded equal ones. Parameters
     that have been written to otherwise since ``fully_shard``, on any rank, are not compared, nor are those that were
     ``replaced``.

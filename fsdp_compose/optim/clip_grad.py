@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .._arguments import checked
-from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import foreach_mul_, foreach_norm
-from ..errors import MisuseRuntimeError
 from ..flat import (
     FlatParamHandle,
     ShardedGradient,
@@ -63,11 +61,6 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or a gradient has not been reduced yet.
     """
-    if PLAIN_SHARDED_PARAMS:
-        raise MisuseRuntimeError(
-            "clip_grad_norm_() needs torch 2.12 or newer, where parameters know that they are sharded; this is "
-            f"torch {torch.__version__}"
-        )
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     params, order = list(parameters), float(norm_type)

@@ -34,7 +34,6 @@ from ..ragged import RaggedDTensor, RunLengths
 _ONE_ROW = (1, 1)  # what has no rows is one row
 _MOST_TOGETHER = 1 << 20
 _MOST_SETS = 16  # of parameters with gradients, whose exchanges are remembered
-NOTHING = torch.empty(0)
 NO_TRANSPORT: Any = None  # of parameters that every rank has whole: nothing moves
 SLACK = 0.05  # how much more than the mean an owner may have to do, before a matrix goes elsewhere
 

@@ -32,7 +32,6 @@ from ..group import never_traced
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, note_write_of_all_ranks
 from .matrices import (
     NO_TRANSPORT,
-    NOTHING,
     Member,
     Plan,
     gather_cut,
@@ -581,7 +580,8 @@ class _Moved:
         params = [member.param for member in self._plan.members]
         # One after the other, so that buffers for what moves exist once at a time.
         values = self._gathered([local_of(param).detach() for param in params])
-        gradients = self._gathered([self._gradients.get(id(param), NOTHING) for param in params])
+        nothing = torch.empty(0)
+        gradients = self._gathered([self._gradients.get(id(param), nothing) for param in params])
         for stack, content, gradient in zip(self._exchange.owned, values, gradients, strict=True):
             member = self._plan.members[stack.param]
             whole, grad = content, gradient

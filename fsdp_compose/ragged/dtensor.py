@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -90,17 +88,6 @@ class CheckpointedDTensor(OwnedDTensor):
             if chunk.offsets == index.offset:
                 return view
         raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
-
-
-# ---- Old module paths in pickles: files written by earlier versions load, also where torch allows only names that it
-# knows to be safe
-
-
-def known_as(item: Any, module: str) -> None:
-    """Let pickles find ``item``, a class or a function that runs no code from the pickle, in ``module``, which no
-    longer exists."""
-    vars(sys.modules.setdefault(module, ModuleType(module))).setdefault(item.__name__, item)
-    torch.serialization.add_safe_globals([(item, f"{module}.{item.__name__}")])
 
 
 # ---- ``RaggedDTensor``
@@ -579,10 +566,6 @@ def inference_mode_of(tensor: torch.Tensor) -> Any:
 
 
 allow_in_foreach(RaggedDTensor)
-torch.serialization.add_safe_globals([RaggedDTensor, RaggedSpec])
-known_as(RaggedDTensor, "fsdp_compose.ragged")
-known_as(RaggedSpec, "fsdp_compose.ragged_spec")
-known_as(RaggedShard, "fsdp_compose.placement")
 
 
 # ---- ``RaggedShard`` placements passed to torch's own functions: ``DTensor.from_local``, ``distribute_tensor`` and the

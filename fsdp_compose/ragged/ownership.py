@@ -6,7 +6,6 @@ conclude the same about whether a gathered copy is out of date. Nothing here rea
 
 from __future__ import annotations
 
-import itertools
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -17,7 +16,6 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import grad_dtype_slot, is_swapping_tensors, local_tensor
 from ..errors import MisuseRuntimeError
 
@@ -193,19 +191,7 @@ class _RequiresGradWrites:
         self.count += 1
 
 
-class _EveryLook:
-    """Stands in for the count where setting cannot be observed: it differs each time it is read."""
-
-    _count = itertools.count()
-
-    @property
-    def count(self) -> int:
-        return next(self._count)
-
-    def note(self) -> None: ...
-
-
-requires_grad_writes: _RequiresGradWrites | _EveryLook = _EveryLook() if PLAIN_SHARDED_PARAMS else _RequiresGradWrites()
+requires_grad_writes = _RequiresGradWrites()
 
 
 def note_write_of_all_ranks(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:

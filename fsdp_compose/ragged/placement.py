@@ -297,9 +297,6 @@ class RaggedShard(Shard):
     _to_replicate_tensor = _replicate_to_shard = _to_new_shard_dim = _to_partial_tensor = _refuse
 
 
-torch.serialization.add_safe_globals([RaggedShard])
-
-
 def _run_lengths(counts: Sequence[int] | Sequence[tuple[int, int]]) -> RunLengths:
     if isinstance(counts, RunLengths):
         return counts

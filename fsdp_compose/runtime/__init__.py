@@ -29,10 +29,10 @@ Read ``hooks``, ``default_mode``, ``group_ops``, ``backward``: that is a usual s
 """
 
 from .backward import reduce_accumulated as reduce_accumulated
-from .differentiable_gather import notice_inputs as notice_inputs
 from .group_ops import reshard as reshard
 from .hooks import drive as drive
 from .hooks import enter_alone as enter_alone
+from .hooks import notice_inputs as notice_inputs
 from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward
 from .hooks import region as region

@@ -1,22 +1,16 @@
 """The control exchange, which checks that all ranks have done the same, and the error that all raise if they have not.
 
 The exchange takes place at the end of a backward, at the end of a forward that has checked for untracked writes, and
-before each reduction in functional mode. Graphs captured by ``torch.compile`` are compared before they run.
-``group/collective_order`` provides the data to compare; ``comm/control_exchange`` transports it."""
+before each reduction in functional mode. ``group/collective_order`` provides the data to compare;
+``comm/control_exchange`` transports it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import torch
-
-from .._torch import call_after_compilation, tracing_attempt
-from ..comm import ControlExchange, agree_between, first_difference, known_journal, last_of_every_rank, meet
-from ..errors import MisuseRuntimeError, RanksDifferError
-from ..flat import summary_of
+from ..comm import ControlExchange, last_of_every_rank, meet
+from ..errors import RanksDifferError
 from ..group import (
     END_OF_BACKWARD,
     FLAGS_CHANGED,
@@ -28,13 +22,10 @@ from ..group import (
     TRANSPORTS_SET,
     UNSHARDED_DIFFER,
     Entry,
-    GraphPlan,
     Kind,
     Root,
-    VersionsBefore,
     _FSDPState,
     first_difference_of_entries,
-    graph_plan_of,
     raise_different_steps,
     steps_to_compare,
     steps_were_compared,
@@ -105,6 +96,8 @@ def raise_different_order(root: Root, place: Entry) -> None:
     details = "\n".join([*lines, "; ".join(dict.fromkeys(sent))])
     entries = [line.partition("\t")[0] for line in lines]  # names may differ: a model may be gone on some ranks only
     digest = hashlib.sha256("\n".join(entries).encode()).hexdigest()
+    from ..comm import known_journal
+
     journal = known_journal(group)
     if journal is not None:
         journal.waits_for = journal.count  # another rank may wait for a collective of ours: say what this rank entered
@@ -180,6 +173,8 @@ def compare_with_replicas(root: Root) -> None:
     replicas = states[0].mesh.replicas if states else None
     if replicas is None or not _averages(states):
         return
+    from ..comm import agree_between
+
     due = sorted(
         _reduction_of(state)
         for state in states
@@ -205,6 +200,8 @@ def agree_with_replicas(root: Root, states: Sequence[_FSDPState], issued: Sequen
     replicas, exchange = states[0].mesh.replicas, root.exchange
     if replicas is None or not _averages(states):
         return  # groups may run unequal numbers of backwards that only accumulate
+    from ..comm import agree_between
+
     by_entry = {state.log.reduce_scatter: state for state in states}
     # Names, because numbers depend on which model ran first since the job began. And no gathers, which come in another
     # order in a job that has just begun.
@@ -235,93 +232,4 @@ def _other_replicas(root: Root, what: str = "have reduced", how: str = "") -> st
         f"the replica groups (set_replicas()) {what} other gradients in this backward of {root.label}, or in another "
         f"order, so their averages would be of different parameters{how and f': {how}'}. No gradient was published. "
         "All replica groups must run the same fully_shard groups in the same order, on equally many ranks"
-    )
-
-
-# ---- Comparison of captured collectives: when a newly compiled graph has other collectives than before, before it runs
-#
-# The collectives of graphs are not in the order that is exchanged at the end of a backward. Ranks with different graphs
-# would wait for each other in different collectives, so they compare their graphs first. Graphs that differ only in
-# shapes are not compared, because ranks may compile those at different times.
-
-
-@dataclass(slots=True, eq=False)
-class _Capture:
-    """The groups that Dynamo has traced in one attempt to trace a frame."""
-
-    attempt: object = None  # identifies the attempt; ``None`` if there was none
-    # The traced forwards, in order: the group, the key of its plans, the module's index in the group, and whether
-    # gradients are needed.
-    groups: list[tuple[_FSDPState, str, int, bool]] = field(default_factory=list)
-
-
-class _Present:
-    capture = _Capture()
-
-
-def note_capture(state: _FSDPState, key: str, index: int) -> None:
-    """Called while Dynamo traces a forward of the module with this index in its group."""
-    attempt = tracing_attempt()
-    if _Present.capture.attempt is not attempt:  # Dynamo starts a new attempt after each graph break
-        _Present.capture = _Capture(attempt)
-        call_after_compilation(_compare)
-    root = state.root
-    if root is not None:
-        versions = root.forward.record.captured
-        if versions is None:
-            versions = VersionsBefore(())
-            root.forward.record.captured = versions
-        versions.add(state)
-    _Present.capture.groups.append((state, key, index, torch.is_grad_enabled()))
-
-
-def _compare() -> None:
-    """Raise, on every rank, if ranks have captured different collectives. Also raise if only some modules of a group
-    were traced."""
-    capture, _Present.capture = _Present.capture, _Capture()
-    if not capture.groups:
-        return
-    _check_complete(capture)
-    root = capture.groups[0][0].root
-    if root is None or not root.mesh.has_peers or root.mesh.is_simulated:
-        return
-    lines = [_line(state, graph_plan_of(key, index), has_grad) for state, key, index, has_grad in capture.groups]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if digest in root.compared_graphs:
-        return
-
-    def explain(rank: int, ours: str, theirs: str) -> str:
-        difference = first_difference(ours.split("\n"), theirs.split("\n"))
-        assert difference is not None, "digests differ"
-        number, a, b = difference
-        return (
-            f"torch.compile: the ranks have captured graphs with different collectives: group {number} is {a} on rank "
-            f"0 and {b} on rank {rank}. They would wait for each other, so none was run. Make forward take the same "
-            "path through the fully_shard'ed modules on every rank"
-        )
-
-    meet(root.mesh.peers, "comparing captured graphs", digest, lambda _: "", "\n".join(lines), explain)
-    root.compared_graphs.add(digest)
-
-
-def _check_complete(capture: _Capture) -> None:
-    counts: dict[_FSDPState, Counter[int]] = {}
-    for state, _, index, _ in capture.groups:
-        counts.setdefault(state, Counter())[index] += 1
-    for state, found in counts.items():
-        modules = state.live_modules()
-        if len({found[index] for index in range(len(modules))}) > 1:
-            names = ", ".join(type(module).__name__ for module in modules)
-            raise MisuseRuntimeError(
-                f"torch.compile: a graph runs only some of the modules of the fully_shard group {state.name} ({names}),"
-                " or runs some more often than others; the parameters gathered for them could not be freed. Call "
-                "fully_shard() separately for modules that do not always run together"
-            )
-
-
-def _line(state: _FSDPState, plan: GraphPlan, has_grad: bool) -> str:
-    what = "; ".join(summary_of(number) for number in plan.numbers)
-    return (
-        f"{state.name} ({what}{', gathered again in backward' if plan.reshards and has_grad else ''}"
-        f"{'' if has_grad else ', without gradients'})"
     )

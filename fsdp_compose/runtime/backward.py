@@ -36,7 +36,6 @@ from .group_ops import (
     stays_unsharded,
     way_to_functional_mode,
 )
-from .recovery import recover_backward
 
 
 def begin_backward(root: Root) -> Backward:
@@ -50,6 +49,8 @@ def begin_backward(root: Root) -> Backward:
             "without it"
         )
     if root.failed_backward is not None:
+        from .recovery import recover_backward
+
         recover_backward(root)
     follow_profiler()
     backward = root.begin_backward()
@@ -275,6 +276,8 @@ def publish_from_inside(root: Root) -> None:
 def reduce_accumulated(root: Root) -> None:
     """Reduce and publish accumulated gradients, like the end of a backward that has reached no group."""
     if root.failed_backward is not None:
+        from .recovery import recover_backward
+
         recover_backward(root)
     follow_profiler()
     backward = root.begin_backward()

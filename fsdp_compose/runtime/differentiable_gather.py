@@ -13,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from .._torch import intercept_backward_inputs, queue_end_of_backward
+from .._torch import queue_end_of_backward
 from ..comm import Carrier, ControlExchange, kept_for
 from ..errors import MisuseRuntimeError
 from ..flat import (
@@ -316,13 +315,7 @@ class _FunctionalGather(GroupGather):
 # parameters themselves, and everything in functional mode, are left to autograd.
 
 
-@cache
-def notice_inputs() -> None:
-    """Called by ``fully_shard``; acts once."""
-    intercept_backward_inputs(_run)
-
-
-def _run(
+def with_inputs(
     run: Callable[[tuple[Any, ...], bool], Any], inputs: tuple[Any, ...], allow_unused: bool, accumulates: bool
 ) -> Any:
     """Call ``run(inputs, allow_unused)`` with the inputs that the user means."""

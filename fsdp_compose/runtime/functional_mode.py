@@ -6,15 +6,14 @@ mode of the group's last forward, even if the user has left the mode since.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import in_transform, is_in_functional_call, temporarily_clear_interpreter_stack, unwrapped
+from .._torch import in_transform, temporarily_clear_interpreter_stack, unwrapped
 from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import FlatParamHandle, local_of, placed, specs_of, whole_like_original
 from ..group import Root, _FSDPState, begins_forward
@@ -92,20 +91,6 @@ def functional_call_params(state: _FSDPState) -> GivenValues:
                     "the parameter (distribute_ragged(value, p.device_mesh, p.placements))"
                 )
     return GivenValues(found)
-
-
-@contextmanager
-def own_values(states: Sequence[_FSDPState]) -> Iterator[None]:
-    """A context in which the modules hold their own parameters, even inside ``functional_call()``."""
-    if not is_in_functional_call():
-        yield
-        return
-    given = [item for state in states if state.is_complete for item in state.swap.take_overrides()]
-    try:
-        yield
-    finally:
-        for parameters, name, value in given:
-            parameters[name] = value
 
 
 # ---- The mode

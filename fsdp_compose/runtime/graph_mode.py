@@ -34,8 +34,8 @@ from ..group import (
     never_traced,
     state_of_hooked,
 )
-from .agreement import note_capture
 from .backward import begin_backward
+from .graph_agreement import note_capture
 from .inputs_outputs import cast, map_tensors, prepare_inputs
 
 _Views = list[tuple[torch.Tensor, ...]]

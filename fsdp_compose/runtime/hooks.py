@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from .._torch import (
     backwards,
     current_graph_task_id,
     in_transform,
+    intercept_backward_inputs,
     is_checkpoint_recomputing,
     is_in_functional_call,
     temporarily_clear_interpreter_stack,
@@ -41,24 +43,20 @@ from ..group import (
     GroupUse,
     HookedUse,
     Root,
-    VersionsBefore,
     _FSDPState,
     find_untied,
+    is_running,
     never_traced,
     registrations,
     state_of_hooked,
     states_to_run,
     traced_inside_others,
 )
-from . import graph_mode as captured
 from .backward import keep_unsharded, publish_from_inside
 from .default_mode import DEFAULT
-from .differentiable_gather import notice_inputs
-from .functional_mode import FunctionalMode, own_values
 from .group_ops import follow_requires_grad_writes_of_forward, reshard, reshard_until_backward
 from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
 from .lazy_init import detect_again, initialize, take_over, tree, tree_has_changed, warn_of_different_inputs
-from .recovery import is_running, recover, recover_backward
 from .untracked_writes import forgive_versions, look_for_writes, refuse_untracked_writes
 
 # ---- Forwards inside a backward: repetitions of an earlier forward, as in activation checkpointing, and others
@@ -103,6 +101,20 @@ def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
 # ---- The start and the end of a top-level forward: by the outermost module, or by the user's own ``unshard()``
 
 
+@contextmanager
+def own_values(states: Sequence[_FSDPState]) -> Iterator[None]:
+    """A context in which the modules hold their own parameters, even inside ``functional_call()``."""
+    if not is_in_functional_call():
+        yield
+        return
+    given = [item for state in states if state.is_complete for item in state.swap.take_overrides()]
+    try:
+        yield
+    finally:
+        for parameters, name, value in given:
+            parameters[name] = value
+
+
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -116,6 +128,8 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
         _begin_forward(root, state, is_in_functional_call())
     elif root.forward.depth == 0 or (state.place.is_outermost and not is_running(root.forward.caller)):
         if root.is_dead:
+            from .recovery import recover
+
             recover(root)
         is_given, detector = False, root.detector
         if detector is None or root.generation != tree.generation:
@@ -186,6 +200,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             captured.append(state)
     root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
     if captured:
+        from ..group import VersionsBefore
+
         root.forward.record.captured = VersionsBefore(captured)
     root.order.compact()
 
@@ -194,6 +210,8 @@ def check_after_forward(root: Root) -> None:
     """Called at the end of an outermost forward: raise if it has changed an unsharded parameter, hook tensors that it
     has newly kept on modules, and publish gradients of backwards inside it."""
     if root.failed_backward is not None:
+        from .recovery import recover_backward
+
         recover_backward(root)
     detector = root.detector
     if detector is None or not detector.was_forward_unchanged():
@@ -286,6 +304,18 @@ _is_captured = torch.compiler.is_dynamo_compiling
 _exception_in_hand: Callable[[], BaseException | None] = getattr(sys, "exception", lambda: sys.exc_info()[1])  # 3.11
 
 
+@cache
+def notice_inputs() -> None:
+    """Called by ``fully_shard``; acts once."""
+    intercept_backward_inputs(_with_inputs)
+
+
+def _with_inputs(*arguments: Any) -> Any:
+    from .differentiable_gather import with_inputs
+
+    return with_inputs(*arguments)
+
+
 def drive(modules: Sequence[nn.Module]) -> None:
     """Register the hooks that drive the modules of a new group."""
     # They find their state through the module that they are called with, never through a closure: a deep copy of the
@@ -302,6 +332,8 @@ def drive(modules: Sequence[nn.Module]) -> None:
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Make ``module`` show full parameters; see the head of this file."""
     if _is_captured():
+        from . import graph_mode as captured
+
         if captured.can_capture(module):
             return captured.enter(module, args, kwargs)
         return _enter_untraced(module, args, kwargs)
@@ -315,6 +347,8 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode: Mode = DEFAULT
     is_given = is_functional_call(state)
     if is_given or (past.was_functional and _is_grad_enabled()) or in_transform():
+        from .functional_mode import FunctionalMode
+
         mode = FunctionalMode(state, is_given)
     root = state.root
     if is_recomputed or root is None or not root.forward.depth or state.place.is_outermost:
@@ -353,6 +387,8 @@ def _enter_untraced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     """Hide the unsharded parameters again, whether forward returned or raised, and prepare backward."""
     if _is_captured():
+        from . import graph_mode as captured
+
         if captured.can_capture(module):
             return captured.leave(module, output)
         return _leave_untraced(module, _args, output)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,23 +42,20 @@ from ..group import (
     OTHER_MODEL,
     ChangeDetector,
     CollectiveLog,
-    LockstepCommunicator,
-    Move,
     Replacement,
     Root,
+    Scheduler,
     _FSDPState,
-    announce_first_forward,
-    apply_moves,
     compare_starts,
     contexts_of,
     count_steps,
     digest_of,
-    find_moves,
     find_replacements,
+    find_untied,
     group_modules,
+    is_running,
     judge_places,
     left_empty_error,
-    look_after_standstill,
     modules_to_run,
     prepare_swap,
     rebind_live_optimizers,
@@ -70,12 +67,11 @@ from ..group import (
     widest_mesh,
 )
 from .backward import watch_buckets
-from .bounded import bounded
-from .differentiable_gather import gather_parameter
-from .group_ops import follow_requires_grad
-from .optional import check_optional, scheduler_of
-from .recovery import is_running, recover
+from .group_ops import FIXED_ORDER, follow_requires_grad
 from .untracked_writes import checksum
+
+if TYPE_CHECKING:
+    from ..group import Move
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
 #
@@ -512,7 +508,11 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
             names.setdefault(item, name)
     found, states, owners = list(names.items()), list(names), [part.state for part in roots]
     refuse_sleeping(states)
-    check_optional(owners, names)
+    are_optional = any(item.options.is_optional for item in states)
+    if are_optional:
+        from .optional import check_optional
+
+        check_optional(owners, names)
     earlier = contexts_of(states)
     for context in earlier:
         _make_joinable(context, module)
@@ -521,9 +521,12 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
             prepare_swap(item)
         take_over_assigned(item.swap)
     moves: list[Move] = []
-    for part in roots:
-        known = {sharded for move in moves for sharded in move.sharded_params}
-        moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
+    if any(map(_has_ties, states)):
+        from ..group import find_moves
+
+        for part in roots:
+            known = {sharded for move in moves for sharded in move.sharded_params}
+            moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
     rebind_live_optimizers()
     below = [submodule for part in roots for _, submodule in modules_to_run(part.module)]
     replacements = find_replacements((item.swap for item in states), below)
@@ -549,7 +552,10 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     for replacement in replacements:
         replacement.take_over()
     rebind_live_optimizers()
-    apply_moves(moves)
+    if moves:
+        from ..group import apply_moves
+
+        apply_moves(moves)
     # Moves have made new flat parameters, whose parameters have no names in the root yet.
     _call_parameters(found, (part.module for part in roots))
     handles = [handle for item in states for handle in item._handles]
@@ -557,18 +563,34 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
     exchanges = exchange, ControlExchange(num_params, len(states), carrier, end_of="forward")
-    scheduler = bounded(states, scheduler_of(states, carrier))
+    scheduler: Scheduler = FIXED_ORDER
+    if are_optional:
+        from .optional import scheduler_of
+
+        scheduler = scheduler_of(states, carrier)
+    if any(item.options.limit_unsharded_bytes is not None for item in states):
+        from .bounded import bounded
+
+        scheduler = bounded(states, scheduler)
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
     for handle, start in starts.items():
         handle.pending_gradients.write_used_to(exchange.used[start : start + len(handle.fqns)])
-    communicator = (LockstepCommunicator if is_on() else Communicator)(mesh.device, handles)
+    make_communicator = Communicator
+    if is_on():
+        from ..group import LockstepCommunicator
+
+        make_communicator = LockstepCommunicator
+    communicator = make_communicator(mesh.device, handles)
     number = order.register_root(state, states, model)
-    look_after_standstill()
+    if mesh.has_peers:
+        from ..group import look_after_standstill
+
+        look_after_standstill()
     advise(mesh, states)
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
     root = Root(
-        parts, communicator, exchanges, tree.generation, order, number, num_forwards, scheduler, gather_parameter
+        parts, communicator, exchanges, tree.generation, order, number, num_forwards, scheduler, _gather_parameter
     )
     root.used_starts.update(starts)
     scheduler.attach_root(root)
@@ -588,6 +610,26 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     return root
 
 
+def _has_ties(state: _FSDPState) -> bool:
+    """Whether a parameter may have to move to another group: a module of this one shows one that is tied, or untied."""
+    own, seen = {*state._handles}, set[nn.Parameter]()
+    for module in group_modules(state.live_modules()):
+        for param in module._parameters.values():
+            place = None if param is None else handle_of(param)
+            if param is None or place is None:
+                continue
+            if place[0] not in own or param in seen:
+                return True
+            seen.add(param)
+    return bool(find_untied(state.swap))
+
+
+def _gather_parameter(*arguments: Any) -> torch.Tensor:
+    from .differentiable_gather import gather_parameter
+
+    return gather_parameter(*arguments)
+
+
 def _make_joinable(context: Root, module: nn.Module) -> None:
     """Make sure that the groups of a root can move to other roots, which is possible only between iterations."""
     is_in_backward = context.backward is not None and current_graph_task_id() != -1
@@ -599,6 +641,8 @@ def _make_joinable(context: Root, module: nn.Module) -> None:
             "earlier, outside"
         )
     if context.is_dead:
+        from .recovery import recover
+
         recover(context)
 
 
@@ -689,7 +733,10 @@ def _meet_first_forward(
 
     digest = hashlib.sha256(details.encode()).hexdigest()
 
-    announce_first_forward(mesh)
+    if is_on():
+        from ..group import announce_first_forward
+
+        announce_first_forward(mesh)
     position = order.place_of(state, states, digest)
     verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=position)
     if verdict:

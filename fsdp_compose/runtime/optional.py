@@ -49,6 +49,7 @@ from ..group import (
     Root,
     Scheduler,
     _FSDPState,
+    is_running,
 )
 from ..ragged import requires_grad_writes
 from .group_ops import (
@@ -64,7 +65,6 @@ from .group_ops import (
     unshard_again,
     unshard_for_use,
 )
-from .recovery import is_running
 from .skip_protocol import SkipProtocol
 
 

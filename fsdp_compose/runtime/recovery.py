@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from types import FrameType
 
 import torch.distributed as dist
 
@@ -21,14 +19,6 @@ from ..comm import (
 from ..errors import RanksDifferError
 from ..group import BackwardState, Root, _FSDPState, steps_were_compared
 from .group_ops import stays_unsharded
-
-
-def is_running(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is on the stack. If not, a forward from there that has not ended was interrupted."""
-    current: FrameType | None = sys._getframe() if frame is not None else None
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is not None
 
 
 def recover(root: Root) -> None:

@@ -15,7 +15,7 @@ from .._arguments import checked, size_of
 from ..api import ADAMW, MakeOptimizer, model_of, modules_to_wrap, of_parameters
 from ..errors import MisuseError
 from ..flat import MixedPrecisionPolicy
-from ..group import states_to_run
+from ..group import STRATEGIES, Kept, states_to_run
 from ..inspect import (
     ACTIVATIONS,
     GRADIENTS,
@@ -284,13 +284,17 @@ class _Search:
         all is sharded."""
         if setting.is_offloaded:
             return 0
-        shards = setting.mesh[-1]
+        row, sizes = STRATEGIES[setting.strategy], setting.mesh
         kept = {kind: max(moment.bytes_by_kind[kind] for moment in first.facts.moments) for kind in _ON_HOST}
-        in_all = {"hfsdp": (GRADIENTS, OPTIMIZER), "zero2": (GRADIENTS, OPTIMIZER)}.get(setting.strategy, ())
-        times = {kind: 1 if kind in in_all else self._world_size / shards for kind in kept}
-        if setting.strategy == "ddp":
-            times = dict.fromkeys(kept, float(self._world_size))
-        return int(sum(nbytes * times[kind] for kind, nbytes in kept.items()))
+        # Parameters that all ranks gather and keep are counted apart from those that the optimizer trains.
+        gathers_all = Kept.SHARDED not in row.parameters
+        dims = {PARAMETERS: row.optimizer if gathers_all else row.parameters, GRADIENTS: row.gradients}
+        dims[OPTIMIZER] = row.optimizer
+        copies = {
+            kind: math.prod(size for size, item in zip(sizes, dims[kind], strict=True) if item is not Kept.SHARDED)
+            for kind in kept
+        }
+        return sum(nbytes * copies[kind] for kind, nbytes in kept.items())
 
     def _dry_run(self, setting: Setting) -> _Run:
         self._num_runs += 1

@@ -197,7 +197,7 @@ def test_command_puts_logs_together(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_compose.group.debug import patience
+    from fsdp_compose.group.standstill import patience
 
     monkeypatch.setenv(HANG_SECONDS_ENV, "soon")
     with pytest.raises(ValueError, match="expected seconds"):

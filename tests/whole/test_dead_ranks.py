@@ -20,8 +20,8 @@ from fsdp_compose import fully_shard, set_functional_mode
 from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, save
 from fsdp_compose.comm import store as rendezvous
+from fsdp_compose.comm import transport_of
 from fsdp_compose.comm.failure import close_connections
-from fsdp_compose.comm.gloo import transport_of
 from fsdp_compose.comm.transport import Label
 from tests.harness import end, start_forked
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..dtensor import Handler, handlers
 from .operands import FUSED_OPTIMIZERS, writes_by_index
@@ -35,19 +34,6 @@ from .pointwise import (
     random,
     unscale,
 )
-from .reductions import (
-    allclose,
-    any_handler,
-    count_nonzero,
-    equal,
-    extreme_handler,
-    foreach_max,
-    foreach_norms,
-    mean_handler,
-    norm_handler,
-    reduction,
-    sum_handler,
-)
 from .views import alias, as_real, gather_all, gathered_view, item, look_up, view, write_through
 
 aten = torch.ops.aten
@@ -58,7 +44,7 @@ def choose(func: Any) -> Handler:
     name: str = func._schema.name
     if func in _BY_OPERATOR:
         return _BY_OPERATOR[func]
-    if name in FUSED_OPTIMIZERS or (name.startswith("aten::_foreach_") and name != "aten::_foreach_mm"):
+    if name in FUSED_OPTIMIZERS or (name.startswith("aten::_foreach_") and name not in _NOT_PER_ELEMENT):
         return per_element
     if name in _DIVISIONS:
         return divide
@@ -68,6 +54,10 @@ def choose(func: Any) -> Handler:
         return random
     if torch.Tag.pointwise in func.tags:
         return pointwise
+    from .reductions import BY_OPERATOR  # only now: an optimizer's step has none
+
+    if func in BY_OPERATOR:
+        return BY_OPERATOR[func]
     return gathered_view if func.is_view else gather_all
 
 
@@ -87,6 +77,8 @@ _LIKE_POINTWISE: Sequence[Any] = (
     aten.masked_fill_.Tensor, aten.lift_fresh.default, aten.nan_to_num.default, aten.nan_to_num_.default,
     aten._pin_memory.default, aten.where.self, aten.where.self_out, aten.abs_.default,
 )  # fmt: skip
+
+_NOT_PER_ELEMENT = ("aten::_foreach_mm", "aten::_foreach_norm", "aten::_foreach_max")
 
 # These raise, for integers, where the divisor is zero.
 _DIVISIONS = {
@@ -109,23 +101,6 @@ _BY_OPERATOR: dict[Any, Handler] = {
     aten.new_empty_strided.default: new_strided,
     aten.rand_like.default: random,
     aten.randn_like.default: random,
-    aten._foreach_norm.Scalar: foreach_norms,
-    aten._foreach_max.default: foreach_max,
-    aten.sum.default: sum_handler,
-    aten.sum.dim_IntList: sum_handler,
-    aten.mean.default: mean_handler,
-    aten.mean.dim: mean_handler,
-    aten.linalg_vector_norm.default: norm_handler,
-    aten.norm.Scalar: norm_handler,
-    aten.max.default: extreme_handler(is_max=True),
-    aten.min.default: extreme_handler(is_max=False),
-    aten.amax.default: extreme_handler(is_max=True),
-    aten.amin.default: extreme_handler(is_max=False),
-    aten.any.default: any_handler(is_any=True),
-    aten.all.default: any_handler(is_any=False),
-    aten.count_nonzero.default: reduction(count_nonzero, dist.ReduceOp.SUM),
-    aten.equal.default: equal,
-    aten.allclose.default: allclose,
     aten._local_scalar_dense.default: item,
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     **dict.fromkeys(

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor, without_dispatch
-from ...comm import all_reduce, noticing_loss
+from ...comm import all_reduce
 from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
 from ..gather import DifferentiableGather, refuse_transforms
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
@@ -110,6 +110,8 @@ def is_own(tensor: torch.Tensor) -> bool:
 def over_ranks(what: Any, tensor: torch.Tensor, op: Any, mesh: DeviceMesh, dims: Iterable[int]) -> None:
     """All-reduce a small tensor over dimensions of the mesh, in place. Ranks: all of these; one that calls this alone
     is told so. ``what``: an operator, for messages."""
+    from ...comm import noticing_loss
+
     for dim in dims:
         group = mesh.get_group(dim)
         with noticing_loss(group, f"{what} of a sharded tensor"):

@@ -302,3 +302,26 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
 def allclose(func: Any, args: Args, kwargs: Kwargs) -> bool:
     answer: DTensor = torch.isclose(*args, **kwargs).all()  # type: ignore[assignment]
     return bool(answer.full_tensor().item())
+
+
+aten = torch.ops.aten
+
+BY_OPERATOR: dict[Any, Handler] = {
+    aten._foreach_norm.Scalar: foreach_norms,
+    aten._foreach_max.default: foreach_max,
+    aten.sum.default: sum_handler,
+    aten.sum.dim_IntList: sum_handler,
+    aten.mean.default: mean_handler,
+    aten.mean.dim: mean_handler,
+    aten.linalg_vector_norm.default: norm_handler,
+    aten.norm.Scalar: norm_handler,
+    aten.max.default: extreme_handler(is_max=True),
+    aten.min.default: extreme_handler(is_max=False),
+    aten.amax.default: extreme_handler(is_max=True),
+    aten.amin.default: extreme_handler(is_max=False),
+    aten.any.default: any_handler(is_any=True),
+    aten.all.default: any_handler(is_any=False),
+    aten.count_nonzero.default: reduction(count_nonzero, dist.ReduceOp.SUM),
+    aten.equal.default: equal,
+    aten.allclose.default: allclose,
+}
