@@ -11,7 +11,7 @@ from typing import Any
 
 _COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)  # of the pages' tests
 _KEPT = re.compile(r"^```.*?^```|<!--.*?-->|^#[^\n]*$|\[[^\]]*\]\([^)]*\)|``[^`]+``", re.DOTALL | re.MULTILINE)
-_NAME = re.compile(r"`([\w.]+)(\(\))?`")
+_NAME = re.compile(r"`([\w.]+)(\([^`]*\))?`")
 _pages: dict[str, tuple[str, str]] = {}  # address: title, and Markdown
 _anchors: dict[str, str] = {}  # a name, and its path in the package: the address in the reference
 

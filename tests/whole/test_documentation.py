@@ -203,6 +203,19 @@ def test_figures_on_the_pages_of_users_say_how_they_were_measured():
     assert not missing
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_from_outside_the_site_lead_somewhere(name: str):
+    """mkdocs checks those inside."""
+    links = re.findall(r"\]\(([\w/.]*)(?:#([\w.-]+))?\)", (ROOT / name).read_text())
+    assert len(links) >= 2
+    for target, anchor in links:
+        path = ROOT / (target or name)
+        assert path.exists(), f"{name} links {target}"
+        headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if anchor else []
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, f"{name} links {target}#{anchor}"
+
+
 def test_the_citation_is_of_this_version():
     assert f"\nversion: {fsdp_compose.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
