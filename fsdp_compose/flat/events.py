@@ -83,7 +83,7 @@ class _Watched:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._owner, self._name = owner, name
-        setattr(owner, name, self._plain)
+        self.choose(bool(_listeners))  # a file may be imported while somebody listens
         _methods.append(self)
 
     def choose(self, is_watched: bool) -> None:

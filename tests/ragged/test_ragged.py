@@ -978,3 +978,10 @@ def test_autograd_notices_a_foreach_write_to_a_saved_tensor():
         torch._foreach_add_([x], 1.0)
     with pytest.raises(RuntimeError, match="inplace operation"):
         out.backward()
+
+
+def test_a_reduction_is_chosen_as_one_whatever_tags_it_has():
+    from fsdp_compose.ragged.ops import choose
+    from fsdp_compose.ragged.ops.reductions import BY_OPERATOR
+
+    assert BY_OPERATOR == {operator: choose(operator) for operator in BY_OPERATOR}

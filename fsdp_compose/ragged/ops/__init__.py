@@ -52,7 +52,8 @@ def choose(func: Any) -> Handler:
         return write_through
     if torch.Tag.nondeterministic_seeded in func.tags:
         return random
-    if torch.Tag.pointwise in func.tags:
+    # ``equal`` has the tag too, but returns whether all elements are.
+    if torch.Tag.pointwise in func.tags and func is not aten.equal.default:
         return pointwise
     from .reductions import BY_OPERATOR  # only now: an optimizer's step has none
 
