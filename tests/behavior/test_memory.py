@@ -39,7 +39,7 @@ from fsdp_compose.checkpoint import (
 )
 from fsdp_compose.comm.context import known_for
 from fsdp_compose.comm.control_exchange import _Control
-from fsdp_compose.group import debug as standstill
+from fsdp_compose.group import standstill
 from fsdp_compose.group.registry import _get_fsdp_states, get_state
 from fsdp_compose.strategies import STRATEGIES
 from tests.harness import distributed, environment, fake_process_group, lasting_mesh
