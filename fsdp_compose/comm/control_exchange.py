@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 
 from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes
-from ..errors import RankLostError, RanksDifferError
+from ..errors import RankLostError
 from .context import all_kept, forget_for, kept_for, known_for
-from .failure import carries, close_connections, connects, give_up, limit_of, plain_text
+from .failure import carries, class_of_difference, close_connections, connects, give_up, limit_of, plain_text
 from .store import known_namespace, own_store, wait_for
 from .transport import BACKWARD, FORWARD, ROUND, STEP, Work
 
@@ -335,7 +335,7 @@ class Carrier:
             what = self._end_of if self._end_of in (ROUND, STEP) else f"control exchange at the end of {self._end_of}"
             difference = "" if group is None else difference_of(group)
             if group is not None and difference:
-                failure: RuntimeError = RanksDifferError(f"the {what} failed: {difference}")
+                failure = class_of_difference(difference)(f"the {what} failed: {difference}")
             else:
                 why = "" if group is None else who_left(group)
                 why = why or f"not all ranks have reached it{self._absent(error)}"

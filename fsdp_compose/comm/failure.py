@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import close_gloo_connections, group_timeout, is_gloo_connection_closed
+from ..errors import RankLostError, RanksDifferError
 from .context import kept_for, known_for
 
 
@@ -100,6 +102,12 @@ def class_of_failure(group: dist.ProcessGroup) -> type[RuntimeError]:
     failure = kept_for(group, _Fate).failure
     assert failure is not None, "the caller has asked"
     return failure[0]
+
+
+def class_of_difference(difference: str) -> type[RuntimeError]:
+    """The class of the error that tells how ranks differ: one has raised and does not come, or they run different
+    programs."""
+    return RankLostError if re.match(r"rank \d+ has raised ", difference) else RanksDifferError
 
 
 def plain_text(error: RuntimeError) -> str:

@@ -40,6 +40,7 @@ from .failure import (
     PERIOD,
     Meeting,
     TimedOut,
+    class_of_difference,
     close_connections,
     closed_by,
     entered,
@@ -184,7 +185,7 @@ def loss(group: dist.ProcessGroup, what: str, error: RuntimeError, difference: s
     differences = [difference_of(owner) for owner, _ in all_kept(Journal) if group in together(owner)]
     difference = difference or next(filter(None, differences), "")
     if difference:
-        return RanksDifferError(f"{what} failed: {difference}")
+        return class_of_difference(difference)(f"{what} failed: {difference}")
     why = who_left(group) or closed or plain_text(error) or "not all ranks have entered the same collective"
     return RankLostError(f"{what} failed: {why}")
 
@@ -421,4 +422,4 @@ def _compare_while_waiting(group: dist.ProcessGroup, journal: Journal) -> None:
         meeting = _meeting_beside(journal)
         if meeting is not None:
             meeting.difference = journal.difference
-        give_up(group, RanksDifferError(journal.difference))  # which ends the waiting
+        give_up(group, class_of_difference(journal.difference)(journal.difference))  # which ends the waiting

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from .._torch import default_store, group_timeout
 from ..errors import RankLostError, RanksDifferError, class_of, name_of
 from .context import kept_for, known_for
-from .failure import TIMEOUT_ENV, Meeting, failure_of, give_up, gone
+from .failure import TIMEOUT_ENV, Meeting, class_of_difference, failure_of, give_up, gone
 
 # ---- The part of the key-value store that belongs to one initialization of a process group.
 #
@@ -333,7 +333,7 @@ class _Waits:
                 if wait_for(this.store, keys, limit, alarm, self.group.size()):
                     return
                 if meeting.difference:
-                    raise RanksDifferError(f"{self.text}: {meeting.difference}")
+                    raise class_of_difference(meeting.difference)(f"{self.text}: {meeting.difference}")
                 if left <= _FIRST_LOOK and not alarm():
                     raise RankLostError(_absence(awaited(), self.group, self.text, self.timeout))
                 if alarm():  # as if it had failed before: see ``_timeout``

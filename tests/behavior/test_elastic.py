@@ -540,7 +540,7 @@ class Failing(OfGroup):
 def test_a_rank_whose_average_raises_ends_its_group_at_once():
     group = Group(1)
     model = sharded(group.new_life(), (Failing if group.place else OfGroup)(group.alone))
-    with pytest.raises(RankLostError, match="by the manager" if group.place else "rank 1|another rank"):
+    with pytest.raises(RankLostError, match="by the manager|rank 1|not all ranks"):
         step_alone(model, sgd(model.parameters()), group, 0)
 
 
