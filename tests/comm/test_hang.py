@@ -23,7 +23,7 @@ from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
 from fsdp_compose.comm.failure import Meeting, meeting_in
 from fsdp_compose.group import HANG_SECONDS_ENV, POSITION_MARK
 from fsdp_compose.group.collective_order import CollectiveLog
-from fsdp_compose.group.debug import position
+from fsdp_compose.group.standstill import position
 from fsdp_compose.inspect import explain_hang, positions_in
 from tests.harness import distributed, fake_process_group
 
