@@ -4,7 +4,8 @@ A test function with several ``parametrize`` marks has a case for each combinati
 
 - ``all``: where there are three marks or more, cases that cover every *pair* of values; else every case.
 - ``small``: cases that cover every *value*, on two ranks where the test has that number, else on the fewest above, as
-  many as fit into ``SECONDS`` of CPU time, and at least one. What a case costs was measured (``tests/tools/costs.py``).
+  many as fit into ``SECONDS`` of CPU time, and at least one; of the few functions of which one case takes more than
+  ``DEAR``, none. What a case costs was measured (``tests/tools/costs.py``).
 
 A failure that only ``all`` finds adds its case to ``small``: ``pytest.param(..., marks=pytest.mark.small)``.
 Equal trees choose equal cases: nothing here is random, and the order is that of collection.
@@ -21,6 +22,7 @@ import pytest
 
 TIERS = ("small", "all", "every")  # every: each combination, as without tiers
 SECONDS = 0.5  # of CPU time that a function has in the small tier
+DEAR = 2.0  # CPU seconds; one function in 24 takes more, and these take two thirds of what all others do
 UNKNOWN = 0.3  # CPU seconds of a case that nobody has measured
 COSTS = Path(__file__).with_name("tools") / "costs.json"
 
@@ -36,7 +38,8 @@ def choose(items: Sequence[pytest.Item], tier: str) -> tuple[list[pytest.Item], 
     chosen: set[pytest.Item] = set()
     for name, cases in functions.items():
         if tier == "small":
-            most = max(1, int(SECONDS / max(costs.get(name, UNKNOWN), 1e-3)))
+            cost = max(costs.get(name, UNKNOWN), 1e-3)
+            most = max(1, int(SECONDS / cost)) if cost <= DEAR else 0
             chosen.update(cover(sorted(cases, key=_ranks), 1)[:most])
             chosen.update(case for case in cases if case.get_closest_marker("small"))
         else:
