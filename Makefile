@@ -1,5 +1,5 @@
-# make demo    train a small GPT with two processes      make test    run each test with few of its cases
-# make test-all   run them with all cases                make costs   measure what tests cost (tests/tiers.py)
+# make demo    train a small GPT with two processes      make test    run tests with few of their cases
+# make test-all   run all tests with all cases           make costs   measure what tests cost (tests/tiers.py)
 # make test-compiled   run the tests of torch.compile
 # make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
@@ -58,7 +58,7 @@ test-programs: .venv/installed-test
 test-integrations: .venv-integrations/installed
 	.venv-integrations/bin/python -m pytest --numprocesses $(PROGRAM_PROCESSES) $(PYTEST_ARGS) --timeout 600 tests_integration
 
-# With another torch: the tests of `make test`, or those that TEST_ARGS names.
+# With another torch: the tests of `make test-all`, or those that TEST_ARGS names.
 TORCH_ENV = .venv-torch-$(VERSION)
 
 test-torch: $(TORCH_ENV)/installed

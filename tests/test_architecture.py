@@ -265,7 +265,7 @@ def test_a_step_of_a_plain_model_loads_the_core_alone():
 
 
 def test_the_import_loads_nothing_that_takes_time():
-    """Of what takes time when all public names are imported, two fifths at most."""
+    """The import takes at most two fifths of the CPU time of importing every public name."""
     light, whole, before, tensors = output_of(_IMPORT)
     assert "torch.distributed.tensor" not in before
     assert light <= 0.4 * whole

@@ -435,7 +435,7 @@ class _Clocked(Transport):
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Those among an operator's arguments or results, which have them in lists at most."""
+    """The tensors among an operator's arguments or results. Operators take them alone or in lists, nothing deeper."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

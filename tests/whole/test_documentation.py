@@ -144,7 +144,7 @@ CLAIM = re.compile(r"\b((un)?tried|(un)?tested|measured|(has|have|was|were|never
 
 
 def paragraphs(page: Path) -> list[str]:
-    """Those outside code; an item of a list and a row of a table is one by itself."""
+    """The paragraphs of a page, without its code. Each item of a list and each row of a table counts as one."""
     text = re.sub(r"<!--.*?-->|^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n(?=[-|#])", text) if part.strip()]
 
