@@ -3,7 +3,7 @@
 # make test-compiled   run the tests of torch.compile
 # make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
-# make which-tests FILE=fsdp_compose/flat/layout.py   say which test files to run after a change of a file
+# make which-tests FILE=fsdp_compose/core/flat/layout.py   say which test files to run after a change of a file
 # make test-torch VERSION=2.15.0   run tests with another torch, in .venv-torch-VERSION
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
 # make docs    the documentation as a site, in site/: its blocks of code run first, no link may be broken, and a browser,
@@ -66,7 +66,7 @@ test-torch: $(TORCH_ENV)/installed
 		$(or $(TEST_ARGS),--ignore tests/whole --ignore tests/compiled) $(PYTEST_ARGS)
 
 which-tests: $(BIN)/python
-	@test -n '$(FILE)' || { echo 'say of which file: make which-tests FILE=fsdp_compose/flat/layout.py'; exit 1; }
+	@test -n '$(FILE)' || { echo 'say of which file: make which-tests FILE=fsdp_compose/core/flat/layout.py'; exit 1; }
 	@$(BIN)/python -m tests.tools.which_tests $(FILE)
 
 docs: .venv/installed-docs .venv/installed-test

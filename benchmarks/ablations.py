@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_compose.comm import control_exchange
-from fsdp_compose.flat import gradient
-from fsdp_compose.group import change_detection, kept_tensors, state
-from fsdp_compose.runtime import hooks
+from fsdp_compose.core.comm import control_exchange
+from fsdp_compose.core.flat import gradient
+from fsdp_compose.core.group import change_detection, kept_tensors, state
+from fsdp_compose.core.runtime import hooks
 
 # What is replaced, of a class or a module, and what it then answers.
 ABLATIONS: dict[str, list[tuple[Any, str, Any]]] = {

@@ -30,7 +30,7 @@ from report import column
 from systems import OURS, ours
 
 from fsdp_compose import fully_shard
-from fsdp_compose.comm import control_exchange as exchange
+from fsdp_compose.core.comm import control_exchange as exchange
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"tiny blocks (48)": TinyBlocks, "GPT (8 x 256)": GPT}
 QUICK_MODELS: dict[str, Callable[[], nn.Module]] = {"tiny blocks (2)": lambda: TinyBlocks(2)}

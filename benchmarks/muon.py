@@ -48,11 +48,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose import fully_shard
 from fsdp_compose._torch import Shown
-from fsdp_compose.comm import Label, transport_of
+from fsdp_compose.core.comm import Label, transport_of
+from fsdp_compose.core.ragged import RunLengths
 from fsdp_compose.optim import Muon
 from fsdp_compose.optim.matrices import Exchange, assign, matrices_of, stacks_of
 from fsdp_compose.optim.muon import NS_COEFFICIENTS, orthogonalize
-from fsdp_compose.ragged import RunLengths
 
 FULL_TENSOR, ALL_TO_ALL = f"{FSDP2} + full_tensor()", f"{FSDP2} + all-to-all"
 TORCH_ON_FSDP2, TORCH_ON_OURS = f"{FSDP2}, torch's Muon", f"{OURS}, torch's Muon"

@@ -17,7 +17,7 @@ from time import process_time
 import report
 from report import column
 
-from fsdp_compose.flat.layout import ParamSpec, plan_layout
+from fsdp_compose.core.flat.layout import ParamSpec, plan_layout
 from fsdp_compose.optim.matrices import Matrices, assign, matrices_of, stacks_of
 
 Shape = tuple[int, ...]

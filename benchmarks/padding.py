@@ -1,6 +1,6 @@
 """How much padding sharding adds to the parameters of a group, in percent of the payload. Exact: nothing is timed.
 
-Three rules are compared: fsdp_compose's (``fsdp_compose.flat.layout``); FSDP2's, which pads dim 0 of each parameter to
+Three rules are compared: ours (``fsdp_compose.core.flat.layout``); that of FSDP2, which pads dim 0 of each parameter to
 a multiple of the ranks; and ``LCM``, a flat buffer whose shards are a multiple of every parameter's row, as in
 Megatron-FSDP.
 
@@ -18,7 +18,7 @@ from report import column
 from shapes import MODELS, Shape
 from systems import FSDP2, OURS
 
-from fsdp_compose.flat.layout import ParamSpec, plan_layout
+from fsdp_compose.core.flat.layout import ParamSpec, plan_layout
 
 RANKS = (8, 64, 256, 1024, 4096)
 ALIGNMENT = 8  # 16 bytes of bfloat16

@@ -34,8 +34,8 @@ from shapes import MODELS
 from systems import FSDP2, OURS, SYSTEMS
 
 from fsdp_compose import clip_grad_norm_
-from fsdp_compose.comm.control_exchange import rounds_of
-from fsdp_compose.flat.layout import ParamSpec, plan_layout
+from fsdp_compose.core.comm.control_exchange import rounds_of
+from fsdp_compose.core.flat.layout import ParamSpec, plan_layout
 
 RANKS, QUICK_RANKS = (8, 64, 512, 4096, 16384), (8, 512)
 GROUPS, QUICK_GROUPS = 24, 4

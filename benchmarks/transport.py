@@ -25,7 +25,7 @@ import torch.distributed as dist
 from processes import run_on_ranks
 from report import column
 
-from fsdp_compose.comm import Label, Messages, Transport
+from fsdp_compose.core.comm import Label, Messages, Transport
 
 LABEL = Label(["flat"])
 SIZES = (100_000, 2_000_000, 20_000_000)

@@ -20,7 +20,7 @@ if _import_checks.is_untested(_import_checks.VERSION):
 if TYPE_CHECKING:
     from . import strategies as strategies
     from . import sync as sync
-    from .api import (
+    from .core import (
         CheckpointedInputs,
         UnshardHandle,
         broadcast_replicas,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         offload_checkpointed_inputs,
         offload_model,
         onload_model,
-        plan,
         reduce_gradients,
         register_forward_method,
         register_fsdp_forward_method,
@@ -58,8 +57,17 @@ if TYPE_CHECKING:
         sync_optional_groups,
         unshard,
     )
-    from .comm import Replicas, Transport, TransportRole, TransportWrapper, WireFormat
-    from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
+    from .core.comm import Replicas, Transport, TransportRole, TransportWrapper, WireFormat
+    from .core.flat import CPUOffloadPolicy, MixedPrecisionPolicy
+    from .core.optimizers import (
+        clip_grad_norm_,
+        declare_blockwise,
+        declare_elementwise,
+        flat_parameters,
+        offload_optimizer_states,
+    )
+    from .core.ragged import RaggedDTensor, RaggedShard, distribute_ragged
+    from .core.ragged import RaggedSpec as RaggedSpec  # pickles name it here
     from .inspect import (
         FSDPGroup,
         Plan,
@@ -69,18 +77,10 @@ if TYPE_CHECKING:
         describe,
         find_unreduced_parameters,
         fsdp_groups,
+        plan,
         record_collectives,
         trace,
     )
-    from .optim import (
-        clip_grad_norm_,
-        declare_blockwise,
-        declare_elementwise,
-        flat_parameters,
-        offload_optimizer_states,
-    )
-    from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
-    from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
     from .sync import full_parameters
 
 __version__ = "0.3.0"
@@ -158,9 +158,9 @@ __all__ = [
 _get = on_demand(
     __name__,
     {
-        "api": (
+        "core": (
             "CheckpointedInputs UnshardHandle broadcast_replicas compile fully_shard functional_mode "
-            "keep_unsharded no_sync offload_checkpointed_inputs offload_model onload_model plan "
+            "keep_unsharded no_sync offload_checkpointed_inputs offload_model onload_model "
             "reduce_gradients register_forward_method register_fsdp_forward_method replicate reshard "
             "set_all_reduce_hook set_force_sum_reduction_for_comms set_functional_mode "
             "set_gradient_divide_factor set_is_last_backward set_keep_unsharded_storage "
@@ -169,16 +169,18 @@ _get = on_demand(
             "set_reshard_after_forward set_transport set_wire_formats summon_full_params "
             "sync_optional_groups unshard"
         ),
-        "comm": "Replicas Transport TransportRole TransportWrapper WireFormat",
-        "flat": "CPUOffloadPolicy MixedPrecisionPolicy",
+        "core.comm": "Replicas Transport TransportRole TransportWrapper WireFormat",
+        "core.flat": "CPUOffloadPolicy MixedPrecisionPolicy",
         "inspect": (
             "FSDPGroup Plan Trace TraceEvent UnreducedParameter describe find_unreduced_parameters "
-            "fsdp_groups record_collectives trace"
+            "fsdp_groups plan record_collectives trace"
         ),
-        "optim": ("clip_grad_norm_ declare_blockwise declare_elementwise flat_parameters offload_optimizer_states"),
-        "ragged": "RaggedDTensor RaggedShard distribute_ragged RaggedSpec",
+        "core.optimizers": (
+            "clip_grad_norm_ declare_blockwise declare_elementwise flat_parameters offload_optimizer_states"
+        ),
+        "core.ragged": "RaggedDTensor RaggedShard distribute_ragged RaggedSpec",
         "sync": "full_parameters",
-        **dict.fromkeys(("checkpoint", "group", "runtime", "strategies"), ""),
+        **dict.fromkeys(("checkpoint", "extension", "optim", "strategies"), ""),
     },
 )
 

@@ -17,10 +17,8 @@ import torch
 from torch import nn
 
 from ._arguments import size_of
-from .api import plan
-from .flat import MixedPrecisionPolicy
-from .group import bytes_of_limit
-from .inspect import Plan, check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
+from .extension import MixedPrecisionPolicy, bytes_of_limit
+from .inspect import Plan, check_picture, dtype_of, explain_logs, load_factory, plan, world_sizes_of
 from .optim import Muon, muon_groups
 from .tuning import BUSY, Tuning, calibrate, hardware_of, tune, write_hardware
 

@@ -38,24 +38,26 @@ def on_demand(package: str, files: Mapping[str, str]) -> Callable[[str], Any]:
 # ---- Classes, and a function that runs no code from the pickle, by the names under which files have them. Files load
 # before anything else of the package is used, and ``torch.load(weights_only=True)`` knows these names to be safe.
 
+_CORE = "fsdp_compose.core"
 _TENSORS = "torch.distributed.tensor"
 _PICKLED = {
-    "fsdp_compose.RaggedDTensor": "fsdp_compose.ragged",
-    "fsdp_compose.RaggedSpec": "fsdp_compose.ragged",
-    "fsdp_compose.RaggedShard": "fsdp_compose.ragged",
-    "fsdp_compose.checkpoint.optimizer_init._nothing": "fsdp_compose.checkpoint.optimizer_init",
+    "fsdp_compose.RaggedDTensor": f"{_CORE}.ragged",
+    "fsdp_compose.RaggedSpec": f"{_CORE}.ragged",
+    "fsdp_compose.RaggedShard": f"{_CORE}.ragged",
+    "fsdp_compose.checkpoint.optimizer_init._nothing": f"{_CORE}.state_dicts.optimizer_init",
     # in files of 0.1
-    "fsdp_compose.ragged.RaggedDTensor": "fsdp_compose.ragged",
-    "fsdp_compose.ragged_spec.RaggedSpec": "fsdp_compose.ragged",
-    "fsdp_compose.placement.RaggedShard": "fsdp_compose.ragged",
-    "fsdp_compose.checkpoint.pending._nothing": "fsdp_compose.checkpoint.optimizer_init",
+    "fsdp_compose.ragged.RaggedDTensor": f"{_CORE}.ragged",
+    "fsdp_compose.ragged_spec.RaggedSpec": f"{_CORE}.ragged",
+    "fsdp_compose.placement.RaggedShard": f"{_CORE}.ragged",
+    "fsdp_compose.checkpoint.pending._nothing": f"{_CORE}.state_dicts.optimizer_init",
     # what a file of ours may name before a class of ours: importing torch.distributed.tensor makes all of torch's safe
     f"{_TENSORS}.DTensor": _TENSORS,
     f"{_TENSORS}.placement_types.Partial": _TENSORS,
     f"{_TENSORS}.placement_types.Replicate": _TENSORS,
     f"{_TENSORS}.placement_types.Shard": _TENSORS,
 }
-_GONE = ("fsdp_compose.ragged_spec", "fsdp_compose.placement", "fsdp_compose.checkpoint.pending")  # modules of 0.1
+# Modules of earlier versions.
+_GONE = {path.rpartition(".")[0] for path in _PICKLED if path.startswith("fsdp_compose.")} - {"fsdp_compose"}
 
 
 def _find(path: str) -> Any:

@@ -15,8 +15,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.stage import stage_backward
 
 from ._torch import finalizes_gradients
-from .api import no_sync, reduce_gradients
-from .group import states_to_run
+from .extension import no_sync, reduce_gradients, states_to_run
 
 
 class PipelineStage(pipelining.PipelineStage):

@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 
 from fsdp_compose import RaggedDTensor
-from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.flat.flat_param import handle_of
+from fsdp_compose.core.flat.accumulation import UnreducedGradient
+from fsdp_compose.core.flat.flat_param import handle_of
 
 ON_GRADIENT, AFTER_ACCUMULATION = "on gradient", "after accumulation"
 

@@ -1,4 +1,5 @@
-"""The package consists of wings. A wing imports only wings above it, each through its ``__init__``, and no file needs
+"""The package is a core of wings, with annexes beside it. A wing imports only wings above it, an annex only annexes
+above it, each through its ``__init__``. An annex takes from the core what ``extension`` gives out. No file needs
 itself."""
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from tests.tools.which_tests import files_for, table
 
 PACKAGE = ROOT / "fsdp_compose"
 ABOVE_ALL = ("_torch", "_import_checks", "_on_demand", "errors", "_arguments")  # files that any wing may import
-TRAINING = ("comm", "ragged", "flat", "group", "runtime", "optim")
-WINGS = (*TRAINING, "checkpoint", "sync", "inspect", "testing", "api", "tuning")
-LAST_WING = "drop_in"  # which also imports the files on top: ``pipelining``, ``__main__``
+CORE = ("comm", "ragged", "flat", "group", "runtime", "optimizers", "state_dicts")
+ANNEXES = ("optim", "checkpoint", "sync", "inspect", "testing", "tuning")
+LAST_ANNEX = "drop_in"  # which also imports the files on top: ``pipelining``, ``__main__``
+DOOR = ("extension",)
 
 File = tuple[str, ...]  # its path inside the package, without .py; of a wing's __init__, the wing
 
@@ -79,19 +81,30 @@ def imports(file: File) -> Iterator[tuple[File, int]]:
             assert all(name.split(".")[0] != PACKAGE.name for name in names), f"{file}, line {node.lineno}: 'from .'"
 
 
+ORDER = [*(("core", wing) for wing in CORE), ("core",), DOOR, *((annex,) for annex in ANNEXES)]
+
+
+def wing_of(file: File) -> File:
+    """The wing or annex of a file; of a file beside them, the file."""
+    return file[:2] if file[:1] == ("core",) and file[1:2] and file[1] in CORE else file[:1]
+
+
 def rank(file: File) -> int:
-    if file and file[0] == LAST_WING:
-        return len(WINGS) + 1
-    if not file or file[0] not in WINGS:
-        return -1 if file and file[0] in ABOVE_ALL else len(WINGS)
-    return WINGS.index(file[0])
+    if file and file[0] in ABOVE_ALL:
+        return -1
+    if file and file[0] == LAST_ANNEX:
+        return len(ORDER) + 1
+    return ORDER.index(wing_of(file)) if wing_of(file) in ORDER else len(ORDER)
 
 
 def test_the_folders_are_the_wings():
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == {*WINGS, LAST_WING}
-    for wing in folders:
-        assert ast.get_docstring(files()[(wing,)]), f"{wing}/__init__.py says what the wing owns"
+    def folders(path: Path) -> set[str]:
+        return {path.name for path in path.iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+    assert folders(PACKAGE) == {"core", *ANNEXES, LAST_ANNEX}
+    assert folders(PACKAGE / "core") == {*CORE}
+    for file in [*ORDER, (LAST_ANNEX,)]:
+        assert ast.get_docstring(files()[file]), f"{'/'.join(file)}/__init__.py says what it owns"
 
 
 def test_a_wing_imports_only_wings_above_it_each_through_its_init():
@@ -100,9 +113,33 @@ def test_a_wing_imports_only_wings_above_it_each_through_its_init():
         for target, line in imports(file):
             if rank(target) > rank(file):
                 wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is below")
-            elif rank(target) != rank(file) and target[0] in WINGS and len(target) > 1:
+            elif wing_of(target) not in (wing_of(file), target) and is_package(wing_of(target)) and file != DOOR:
                 wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is inside another wing")
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_annex_takes_from_the_core_what_the_extension_gives_out():
+    wrong = [
+        f"{'/'.join(file)}, line {line}: {'.'.join(target)}"
+        for file in files()
+        if file[:1] not in ((), ("core",), DOOR)
+        for target, line in imports(file)
+        if target[:1] == ("core",)
+    ]
+    assert not wrong, "\n".join(wrong)
+    names = [alias.name for node in ast.walk(files()[DOOR]) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    taken = {
+        alias.name
+        for file, tree in files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level and start_of(file, node) == DOOR
+        for alias in node.names
+    }
+    assert {*names} - taken <= FOR_OTHERS and len(names) <= MOST_NAMES, len(names)
+
+
+FOR_OTHERS = {"WireFormat"}  # names that no annex of ours takes
+MOST_NAMES = 141
 
 
 def needs_of(file: File) -> set[File]:
@@ -147,11 +184,11 @@ def test_what_a_package_gives_out_on_demand_is_what_type_checkers_see():
 
 
 def test_no_wing_needs_itself():
-    needs: dict[str, set[str]] = {}
+    needs: dict[File, set[File]] = {}
     for file in files():
         if not is_package(file):
-            needs.setdefault(file[0], set()).update(other[0] for other in needs_of(file) if other)
-    assert {*WINGS, LAST_WING} < needs.keys()
+            needs.setdefault(wing_of(file), set()).update(wing_of(other) for other in needs_of(file) if other)
+    assert {*ORDER, (LAST_ANNEX,)} < needs.keys()
     TopologicalSorter({wing: others - {wing} for wing, others in needs.items()}).prepare()
 
 
@@ -159,7 +196,7 @@ def test_the_table_of_tests_names_files_that_are_there():
     """A new file need not be in it; python -m tests.tools.which_tests rewrites it."""
     named = {name for file, tests in table().items() for name in (file, *tests)}
     assert not {name for name in named if not (ROOT / name).exists()}
-    assert all(files_for(f"fsdp_compose/{wing}/is_new.py") for wing in WINGS)
+    assert all(files_for(f"fsdp_compose/{'/'.join(wing)}/is_new.py") for wing in ORDER if wing != DOOR)
 
 
 def test_no_file_hides_behind_a_function_of_its_name():
@@ -169,12 +206,12 @@ def test_no_file_hides_behind_a_function_of_its_name():
 
 
 def test_the_hooks_alone_know_modes():
-    modes = {file for file in files() if file[:1] == ("runtime",) and file[-1].endswith("_mode")}
+    modes = {file for file in files() if file[:2] == ("core", "runtime") and file[-1].endswith("_mode")}
     wrong = [
         f"{'/'.join(file)}, line {line}: {'.'.join(target)}"
         for file in files()
         for target, line in imports(file)
-        if target in modes and file != ("runtime", "hooks")
+        if target in modes and file != ("core", "runtime", "hooks")
     ]
     assert len(modes) > 2 and not wrong, "\n".join(wrong)
 
@@ -182,6 +219,9 @@ def test_the_hooks_alone_know_modes():
 # ---- annotations
 
 OURS = {"root", "handle", "communicator", "swap", "detector", "exchange", "transport", "journal", "layout", "mesh"}
+
+
+STATEFUL = [("core", "group"), ("core", "runtime"), ("core", "optimizers"), ("optim",)]
 
 
 def annotations(tree: ast.Module) -> Iterator[tuple[str, ast.expr, int]]:
@@ -198,7 +238,7 @@ def test_what_is_of_a_class_of_ours_is_annotated_so():
         f"{'/'.join(file)}, line {line}: {name}: {ast.unparse(annotation)}"
         for file, tree in files().items()
         for name, annotation, line in annotations(tree)
-        if name.strip("_") in (OURS | {"state"} if file[:1] in [("group",), ("runtime",), ("optim",)] else OURS)
+        if name.strip("_") in (OURS | {"state"} if wing_of(file) in STATEFUL else OURS)
         and ast.unparse(annotation) in ("Any", "Any | None", "Optional[Any]")
     ]
     assert not wrong, "\n".join(wrong)

@@ -1219,7 +1219,7 @@ def test_annotations_are_what_dynamo_reads():
     """Equal modules with both annotations share a graph whose parameters are inputs, read anew at each call."""
     from torch._dynamo.testing import CompileCounter
 
-    from fsdp_compose.group.hook_decorators import _annotate_modules_for_dynamo
+    from fsdp_compose.core.group.hook_decorators import _annotate_modules_for_dynamo
 
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -1839,7 +1839,7 @@ def test_IncompatibleKeys():
 
 def test_backwards():
     """Counted from the first fully_shard() on; here, a part of the package has been imported that intercepts them."""
-    from fsdp_compose.runtime import notice_inputs
+    from fsdp_compose.core.runtime import notice_inputs
 
     notice_inputs()
     before = _torch.backwards.count

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose._torch import is_wrapper
-from fsdp_compose.flat import local_of
+from fsdp_compose.core.flat import local_of
 from tests.internals import import_all
 
 import_all()

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose._torch import is_wrapper
-from fsdp_compose.comm.transport import Label, Transport, TransportRole, Work
+from fsdp_compose.core.comm.transport import Label, Transport, TransportRole, Work
 from tests.internals import import_all
 
 import_all()

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, linear_nf4, to_nf4
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, flat_parameters, fully_shard, record_collectives
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.group.registry import get_state
 from tests.harness import distributed, fake_process_group
 from tests.training import local_part, mean_over_ranks
 from tests_integration import llama

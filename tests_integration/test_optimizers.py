@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_compose import flat_parameters, fully_shard
-from fsdp_compose.optim.flat_parameters import ELEMENTWISE_ELSEWHERE
+from fsdp_compose.core.optimizers.flat_parameters import ELEMENTWISE_ELSEWHERE
 from tests.harness import distributed
 from tests.training import local_part, mean_over_ranks
 from tests_integration.optimizers import found, largest_error, model_for, short, three_steps

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.group.registry import get_state
 from tests.harness import distributed
 from tests.training import adamw, local_part, mean_over_ranks
 

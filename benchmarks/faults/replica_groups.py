@@ -26,7 +26,7 @@ import torch.nn as nn
 
 import fsdp_compose
 from fsdp_compose import checkpoint
-from fsdp_compose.comm.control_exchange import Carrier
+from fsdp_compose.core.comm.control_exchange import Carrier
 
 from .systems import System
 from .training import Net

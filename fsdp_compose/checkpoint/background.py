@@ -33,11 +33,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from .._arguments import checked
-from ..comm import kept_for
 from ..errors import MisuseRuntimeError
-from .agreement import ask_all, attempt_together, has_peers, is_first
+from ..extension import ask_all, attempt_together, has_peers, is_first, kept_for, says_what_it_holds
 from .folders import hold_lock, local_folder, meeting_of
-from .gathering import says_what_it_holds
 from .planner import SavePlanner, with_string_keys
 from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state
 from .writer import (

@@ -52,7 +52,7 @@ from typing_extensions import Buffer
 
 from .._torch import StorageInfo
 from ..errors import CheckpointDamagedError, MisuseError, MisuseRuntimeError
-from .agreement import problem_text
+from ..extension import problem_text
 
 try:
     from isal.isal_zlib import crc32  # the same checksum, faster

@@ -1,5 +1,4 @@
-"""Save and load models as safetensors files in the layout of the Hugging Face hub; and let transformers' own loader
-find this rank's part of a tensor.
+"""Save and load models as safetensors files in the layout of the Hugging Face hub.
 
 Saving gathers one flat parameter at a time; loading reads one tensor at a time.
 
@@ -10,10 +9,8 @@ A folder has one file ``model.safetensors``, or several files and an index that 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,27 +19,33 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from .._arguments import checked, size_of
 from ..errors import CheckpointDamagedError, MisuseRuntimeError
-from ..flat import local_of
-from ..ragged import CompositeDTensor, RaggedDTensor, RaggedShard
-from .agreement import (
+from ..extension import (
+    CompositeDTensor,
+    Described,
+    ModelNames,
+    ModelPlan,
+    RaggedDTensor,
+    StateDictOptions,
+    Target,
     agree,
     attempt,
     attempt_together,
+    commit_model,
+    entries_of,
+    gather_values,
     group_of,
     is_first,
     list_problems,
+    local_of,
+    plan_model,
     problem_text,
     refuse_lost_ranks,
+    shard_whole,
 )
 from .folders import METADATA, abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
-from .fqns import ModelNames
-from .gathering import gather_values
-from .model_state import ModelPlan, StateDictOptions, commit_model, entries_of, plan_model
-from .resharding import Described, Target, shard_whole
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -364,86 +367,3 @@ def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
             local = local_of(shard_whole(file.get_tensor(fqn), Target(like)))
         # A copy: the tensor that safetensors returns keeps the memory of the whole one.
         return RaggedDTensor(local.to(target.device, copy=True).view(spec.local_shape), spec)
-
-
-# ---- The loaders of transformers and peft: which part of a whole tensor this rank gets
-#
-# They assume equal chunks, and both ask transformers' class ``DtensorShardOperation`` (checked with transformers 5.23
-# and peft 0.21). ``fully_shard`` changes its methods, for our placements alone, if the class is imported by then: what
-# has made the model's layers or adapters has imported it.
-
-
-# Checked with transformers 5.23 and peft 0.21.
-_MODULE, _CLASS = "transformers.distributed.sharding_utils", "DtensorShardOperation"
-
-
-def extend_transformers_loader() -> None:
-    """Make transformers' loader ask our placements, if it is imported and does not yet. Local."""
-    # Nothing needs it if it is not imported: what made the model's layers or adapters would have imported it.
-    loader = getattr(sys.modules.get(_MODULE), _CLASS, None)
-    if loader is not None and "_fsdp_compose_extended" not in vars(loader):
-        loader._fsdp_compose_extended = True
-        _extend(loader)
-
-
-def _extend(loader: Any) -> None:
-    stock_init, stock_shard_tensor = loader.__init__, loader.shard_tensor
-
-    @functools.wraps(stock_init)
-    def init(self: Any, param: DTensor) -> None:
-        self._fsdp_compose_num_stacked = param.shape[0] if param.ndim else 1
-        is_box = param.ndim > 0 and not any(isinstance(item, RaggedShard) and item.flat for item in param.placements)
-        if is_box or not _ragged_dims(param.placements):
-            stock_init(self, param)
-        else:
-            self.device_mesh, self.placements, self.param_ndim = param.device_mesh, tuple(param.placements), param.ndim
-
-    @functools.wraps(stock_shard_tensor)
-    def shard_tensor(
-        self: Any, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor | None:
-        """Return this rank's part of ``source``, a tensor or a slice of a file. With ``tensor_idx``, ``source`` is one
-        index of dim 0 of the parameter, and the result is ``None`` if this rank has no part of it.
-
-        Raises:
-            NotImplementedError: ``source`` is one index of a parameter that is sharded between elements.
-        """
-
-        def stock() -> torch.Tensor | None:
-            result: torch.Tensor | None = stock_shard_tensor(self, source, tensor_idx, device=device, dtype=dtype)
-            return result
-
-        found = _ragged_dims(self.placements)
-        if not found:
-            return stock()
-        placement, num_stacked, before = self.placements[found[0]], self._fsdp_compose_num_stacked, self.placements
-        start, stop = placement.unit_range(self.device_mesh.get_local_rank(found[0]))
-        num_dims = len(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
-        is_one_of_stack = num_dims == self.param_ndim - 1
-        # transformers reads the experts of a stacked parameter one by one.
-        if tensor_idx is not None and is_one_of_stack:
-            if placement.flat:
-                raise NotImplementedError(
-                    f"{placement!r} shards a parameter of {num_stacked} stacked tensors between elements, but the "
-                    "checkpoint stores the tensors one by one: shard it by rows, or load the model before fully_shard()"
-                )
-            if not start <= tensor_idx % num_stacked < stop:
-                return None
-        elif num_dims and not placement.flat and all(isinstance(item, (RaggedShard, Replicate)) for item in before):
-            return source[start:stop].to(device=device, dtype=dtype)
-        # The stock code cuts what other placements cut; our part of that is cut below.
-        self.placements = tuple(Replicate() if isinstance(item, RaggedShard) else item for item in before)
-        try:
-            part = stock()
-        finally:
-            self.placements = before
-        assert part is not None, "the others leave a part of everything"
-        if is_one_of_stack:
-            return part
-        return part[start:stop] if part.dim() and not placement.flat else part.reshape(-1)[start:stop]
-
-    loader.__init__, loader.shard_tensor = init, shard_tensor
-
-
-def _ragged_dims(placements: Any) -> list[int]:
-    return [dim for dim, item in enumerate(placements) if isinstance(item, RaggedShard)]

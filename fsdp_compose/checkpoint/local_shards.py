@@ -33,14 +33,26 @@ from torch.optim.optimizer import Optimizer
 
 from .._arguments import checked
 from .._torch import non_persistent_buffers
-from ..comm import first_difference, kept_for, streams_of
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..flat import FlatParamHandle, local_elements, local_of
-from ..group import never_traced, refuse_sleeping, states_to_run
-from ..optim import Path, leaves_of, map_leaves, put_leaf
-from ..ragged import note_write_of_all_ranks
-from .fqns import ModelNames
-from .optimizer_state import Optimizers, listed
+from ..extension import (
+    FlatParamHandle,
+    ModelNames,
+    Optimizers,
+    Path,
+    first_difference,
+    kept_for,
+    leaves_of,
+    listed,
+    local_elements,
+    local_of,
+    map_leaves,
+    never_traced,
+    note_write_of_all_ranks,
+    put_leaf,
+    refuse_sleeping,
+    states_to_run,
+    streams_of,
+)
 
 _LAYOUT, _NUMBERS = "layout", "hyperparameters"
 _PARAMS = "params"

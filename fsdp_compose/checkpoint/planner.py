@@ -25,11 +25,23 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import dedup_save_plans, plan_errors
 from ..errors import MisuseError
-from ..optim import Path, leaves_of, put_leaf
-from ..ragged import CompositeDTensor
-from .gathering import digests_of, says_what_it_holds
-from .optimizer_init import PlaceState, StateKind, pending_state
-from .optimizer_state import GROUPS, PARAMS, STATE, is_flattened, is_shared_name, longest_prefix
+from ..extension import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    CompositeDTensor,
+    Path,
+    PlaceState,
+    StateKind,
+    digests_of,
+    is_flattened,
+    is_shared_name,
+    leaves_of,
+    longest_prefix,
+    pending_state,
+    put_leaf,
+    says_what_it_holds,
+)
 from .values import is_beside, is_of_one_rank, is_optimizer_dict, optimizer_dicts, read_value
 
 # ---- Checking that the ranks' chunks make up whole tensors, by sorting intervals instead of comparing boxes.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .._arguments import checked
 from ..errors import MisuseError
-from .agreement import ask_all, attempt_together, has_peers, is_first, problem_text
+from ..extension import ask_all, attempt_together, has_peers, is_first, problem_text
 from .folders import (
     MANIFEST,
     METADATA,

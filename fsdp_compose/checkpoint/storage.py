@@ -36,15 +36,25 @@ from torch.utils.serialization import config as serialization
 
 from .._arguments import checked
 from .._import_checks import is_untested
-from ..comm import noticing_loss
 from ..errors import FSDPComposeError, MisuseRuntimeError, MisuseTypeError, RankLostError, class_of, name_of
-from .agreement import (
+from ..extension import (
+    Optimizers,
+    Target,
+    as_options,
     ask_all,
     attempt_together,
+    empty_on,
+    get_model_state_dict,
+    get_state_dict,
     has_peers,
     is_first,
+    load_into,
+    noticing_loss,
     problem_text,
     refuse_lost_ranks,
+    set_model_state_dict,
+    set_state_dict,
+    state_placer,
     tell_and_compare,
 )
 from .folders import (
@@ -72,10 +82,6 @@ from .folders import (
     refuse_damage,
     understood,
 )
-from .gathering import empty_on
-from .model_state import as_options
-from .optimizer_load import state_placer
-from .optimizer_state import Optimizers
 from .planner import (
     LoadPlanner,
     SavePlanner,
@@ -89,8 +95,6 @@ from .planner import (
     with_string_keys,
     without_place,
 )
-from .resharding import Target
-from .state_dict import get_model_state_dict, get_state_dict, load_into, set_model_state_dict, set_state_dict
 from .values import for_rank, is_beside, read_value, refuse_unreadable, save_for_each_rank
 
 # ---- Reading the files of a checkpoint for ``torch.distributed.checkpoint``: values before tensors, and never a value

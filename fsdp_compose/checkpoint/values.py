@@ -23,10 +23,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from ..errors import MisuseError
-from ..optim import Path, leaves_of, map_leaves
-from .agreement import ask_all, has_peers
-from .gathering import digests_of, says_what_it_holds
-from .optimizer_state import GROUPS, STATE, is_flattened
+from ..extension import (
+    GROUPS,
+    STATE,
+    Path,
+    ask_all,
+    digests_of,
+    has_peers,
+    is_flattened,
+    leaves_of,
+    map_leaves,
+    says_what_it_holds,
+)
 
 # ---- Reading values. Arrays are made from bytes here: NumPy's own functions trust the dtype that a pickle describes.
 

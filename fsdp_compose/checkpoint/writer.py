@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._torch import StorageInfo
 from ..errors import RankLostError, class_of, name_of
-from .agreement import problem_text
+from ..extension import problem_text
 from .folders import (
     abandon_folder,
     end_meeting,

@@ -13,8 +13,8 @@ This wing uses the public functions; no other wing imports it.
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
 
-from ..api import UnshardHandle
-from ..api import register_forward_method as register_fsdp_forward_method
+from ..extension import UnshardHandle
+from ..extension import register_forward_method as register_fsdp_forward_method
 from .install import install, uninstall
 from .module import FSDPModule, GradientReductionHandle, share_comm_ctx
 from .sharding import MixedPrecisionPolicy, fully_shard

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ..api import set_transport
-from ..comm import Label, Transport, TransportRole, TransportWrapper, Work, finish_with
 from ..errors import MisuseTypeError
-from ..group import get_state
+from ..extension import Label, Transport, TransportRole, TransportWrapper, Work, finish_with, get_state, set_transport
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch.nn as nn
 
 from .._torch import fsdp2
-from ..api import UnshardHandle, register_forward_method
 from ..errors import MisuseRuntimeError
-from ..group import get_state
+from ..extension import UnshardHandle, get_state, register_forward_method
 from .module import FSDPModule, GradientReductionHandle, share_comm_ctx
 from .sharding import fully_shard
 

@@ -1,7 +1,7 @@
 """``FSDPModule``: FSDP2's methods on sharded modules, and ``isinstance()`` checks for them.
 
 A sharded module keeps its own class. ``isinstance()`` looks it up in the registry, and the methods are attributes of
-the module itself, bound to it; they call the functions of ``api``. Thin adapters provide the private attributes of
+the module itself, bound to it; they call the functions of the core. Thin adapters provide the private attributes of
 FSDP2's states that other packages read."""
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from .. import api
 from .._arguments import checked
 from .._torch import data_parallelism_of_torch, fsdp2_mesh_info
-from ..api import UnshardHandle
-from ..api import register_forward_method as register_forward_method
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..group import BoundToModule, _FSDPState, get_state, states_to_run
+from ..extension import BoundToModule, UnshardHandle, _FSDPState, controls, get_state, states_to_run
+from ..extension import register_forward_method as register_forward_method
 from .custom_comms import GATHER, REDUCE, set_comm
 
 # ---- Adapters for the private attributes of FSDP2's states that other packages read.
@@ -93,7 +91,7 @@ class StateFace(_Face):
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that backwards without gradient sync accumulated."""
-        api.reduce_as_set(self._module)
+        controls.reduce_as_set(self._module)
 
 
 class GroupFace(_Face):
@@ -109,7 +107,7 @@ class GroupFace(_Face):
         """Do nothing: ``_root_post_backward_final_callback()`` follows and reduces all groups."""
 
     def reshard(self) -> None:
-        api.reshard(self._module)
+        controls.reshard(self._module)
 
     @property
     def mesh_info(self) -> Any:
@@ -123,7 +121,7 @@ class GroupFace(_Face):
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, mesh_info: Any) -> None:
-        api.set_reshard_after_forward(self._module, mesh_info is not None, recurse=False)
+        controls.set_reshard_after_forward(self._module, mesh_info is not None, recurse=False)
 
     @property
     def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
@@ -131,7 +129,7 @@ class GroupFace(_Face):
 
     @_all_reduce_hook.setter
     def _all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
-        api.set_post_reduction_hook(self._module, hook, recurse=False)
+        controls.set_post_reduction_hook(self._module, hook, recurse=False)
 
 
 # ---- ``FSDPModule``
@@ -190,60 +188,60 @@ class FSDPModule(metaclass=_AsksRegistry):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """``fsdp_compose.unshard``. Not recursive. Ranks: all."""
-        return api.unshard(_module(self), async_op)
+        return controls.unshard(_module(self), async_op)
 
     def reshard(self) -> None:
         """``fsdp_compose.reshard``. Not recursive."""
-        api.reshard(_module(self))
+        controls.reshard(_module(self))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """``fsdp_compose.set_reshard_after_forward``."""
-        api.set_reshard_after_forward(_module(self), reshard_after_forward, recurse=recurse)
+        controls.set_reshard_after_forward(_module(self), reshard_after_forward, recurse=recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """``fsdp_compose.set_reshard_after_backward``."""
-        api.set_reshard_after_backward(_module(self), reshard_after_backward, recurse=recurse)
+        controls.set_reshard_after_backward(_module(self), reshard_after_backward, recurse=recurse)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """``fsdp_compose.set_keep_unsharded_storage``."""
-        api.set_keep_unsharded_storage(_module(self), keep, recurse=recurse)
+        controls.set_keep_unsharded_storage(_module(self), keep, recurse=recurse)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """``fsdp_compose.set_modules_to_forward_prefetch``."""
-        api.set_modules_to_forward_prefetch(_module(self), modules)
+        controls.set_modules_to_forward_prefetch(_module(self), modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """``fsdp_compose.set_modules_to_backward_prefetch``."""
-        api.set_modules_to_backward_prefetch(_module(self), modules)
+        controls.set_modules_to_backward_prefetch(_module(self), modules)
 
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """``fsdp_compose.set_requires_gradient_sync``."""
-        api.set_requires_gradient_sync(_module(self), requires_gradient_sync, recurse=recurse)
+        controls.set_requires_gradient_sync(_module(self), requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """``fsdp_compose.set_requires_all_reduce``."""
-        api.set_requires_all_reduce(_module(self), requires_all_reduce, recurse=recurse)
+        controls.set_requires_all_reduce(_module(self), requires_all_reduce, recurse=recurse)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """``fsdp_compose.set_gradient_divide_factor``. Not recursive."""
-        api.set_gradient_divide_factor(_module(self), factor, recurse=False)
+        controls.set_gradient_divide_factor(_module(self), factor, recurse=False)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
         warnings.warn("use set_gradient_divide_factor()", FutureWarning, stacklevel=3)
-        api.set_gradient_divide_factor(_module(self), factor, recurse=False)
+        controls.set_gradient_divide_factor(_module(self), factor, recurse=False)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """``fsdp_compose.set_force_sum_reduction_for_comms``. Not recursive."""
-        api.set_force_sum_reduction_for_comms(_module(self), enable, recurse=False)
+        controls.set_force_sum_reduction_for_comms(_module(self), enable, recurse=False)
 
     @checked()
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank has used get a gradient of zeros, if backward reaches their group. Ranks
         may use different parameters either way."""
-        api.fill_unused(_module(self), reduce_scatter_unused_params, recurse=recurse)
+        controls.fill_unused(_module(self), reduce_scatter_unused_params, recurse=recurse)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """``fsdp_compose.set_post_reduction_hook``. Not recursive. With ``stream``, the hook runs on that stream, after
@@ -256,11 +254,11 @@ class FSDPModule(metaclass=_AsksRegistry):
                     "own stream: leave stream out"
                 )
             hook = _on_stream(hook, stream)
-        api.set_post_reduction_hook(module, hook, recurse=False)
+        controls.set_post_reduction_hook(module, hook, recurse=False)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """``fsdp_compose.set_is_last_backward``: every backward is complete at its end."""
-        api.set_is_last_backward(_module(self), is_last_backward)
+        controls.set_is_last_backward(_module(self), is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Do nothing: whether or not ``finalize_backward()`` follows, backwards reduce and reshard as set."""
@@ -276,10 +274,10 @@ class FSDPModule(metaclass=_AsksRegistry):
         Ranks: all ranks that run this module.
         """
         module = _module(self)
-        api.reduce_as_set(module)
+        controls.reduce_as_set(module)
         for state, _ in states_to_run(module):
             if not state.options.keeps_after_backward():
-                api.reshard(state.live_modules()[0])
+                controls.reshard(state.live_modules()[0])
         return GradientReductionHandle() if async_op else None
 
     def reset_iter_state(self) -> None:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.pipelining.stage import stage_backward_input as of_inputs
 from torch.distributed.pipelining.stage import stage_backward_weight as of_weights
 
-from ..flat import handle_of
+from ..extension import handle_of
 from ..pipelining import whole_backward
 
 

@@ -20,14 +20,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._arguments import checked
 from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, local_tensor
-from ..api import check_fully_shard, check_ignored, check_modules
-from ..api import fully_shard as _own
-from ..comm import default_mesh
 from ..errors import MisuseError
-from ..flat import FORWARD_SPEC_ATTRIBUTE, Granularity, Granule, as_ours, is_split_evenly
-from ..flat import MixedPrecisionPolicy as _OwnPolicy
-from ..group import get_state
-from ..ragged import RaggedDTensor
+from ..extension import (
+    FORWARD_SPEC_ATTRIBUTE,
+    Granularity,
+    Granule,
+    RaggedDTensor,
+    as_ours,
+    check_fully_shard,
+    check_ignored,
+    check_modules,
+    default_mesh,
+    get_state,
+    is_split_evenly,
+)
+from ..extension import MixedPrecisionPolicy as _OwnPolicy
+from ..extension import fully_shard as _own
 from .module import StateFace, bind_methods, refuse_clash
 
 # ---- FSDP2's mixed-precision policy, with the meaning that it has in the installed torch.

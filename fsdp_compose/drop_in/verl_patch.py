@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu as original
 
 from .._torch import dtensor_spec
-from ..checkpoint import ModelNames, agree, group_of
+from ..extension import ModelNames, agree, group_of
 
 Kept = tuple[torch.Tensor, Any]  # this rank's part of a parameter, and its spec, None for a plain parameter
 

@@ -26,6 +26,11 @@ from .plan_report import load_factory as load_factory
 from .plan_report import mesh_shape_of as mesh_shape_of
 from .plan_report import save_figure as save_figure
 from .plan_report import world_sizes_of as world_sizes_of
+from .planning import ADAMW as ADAMW
+from .planning import model_of as model_of
+from .planning import modules_to_wrap as modules_to_wrap
+from .planning import of_parameters as of_parameters
+from .planning import plan as plan
 from .report import Report as Report
 from .report import Section as Section
 from .report import as_text as as_text

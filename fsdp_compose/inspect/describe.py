@@ -19,8 +19,7 @@ import torch.nn as nn
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
-from ..flat import FlatLayout, FlatParamHandle
-from ..group import GroupOptions, _FSDPState, sharded_parameters, states_to_run
+from ..extension import FlatLayout, FlatParamHandle, GroupOptions, _FSDPState, sharded_parameters, states_to_run
 from ..optim import OwnersByParam, owners_by_param
 from .describe_formats import (
     Computed,

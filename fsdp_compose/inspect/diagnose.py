@@ -15,8 +15,14 @@ from typing import Any
 import torch.nn as nn
 
 from .._arguments import checked
-from ..flat import SHARDED_PARAM_ATTRIBUTE
-from ..group import HANG_SECONDS_ENV, POSITION_MARK, get_state, modules_to_run, states_to_run
+from ..extension import (
+    HANG_SECONDS_ENV,
+    POSITION_MARK,
+    SHARDED_PARAM_ATTRIBUTE,
+    get_state,
+    modules_to_run,
+    states_to_run,
+)
 
 # ---- ``find_unreduced_parameters(model)``: the trainable parameters of a model whose gradients are not reduced.
 

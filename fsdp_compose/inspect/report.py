@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from io import StringIO
 
-from ..group import as_ranges
+from ..extension import as_ranges
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,19 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._torch import fake_store, refuse_access, watched_storages
-from ..comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE_SCATTER, Label, Transport, Work, stay_on_cpu
 from ..errors import MisuseError, MisuseRuntimeError
-from ..group import states_to_run
+from ..extension import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    GATHER,
+    REDUCE_SCATTER,
+    Label,
+    Transport,
+    Work,
+    states_to_run,
+    stay_on_cpu,
+)
 from ..optim import Matrixwise, Muon
 from .describe import collect
 from .diagnose import find_unreduced_parameters

@@ -20,10 +20,22 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._arguments import checked
-from ..comm import ALL_GATHER, GATHER, Collective, CollectiveNotes, Recorder, Transport, Work
 from ..errors import MisuseError, MisuseRuntimeError
-from ..flat import End, Group, listen, stop_listening
-from ..group import _FSDPState, states_to_run
+from ..extension import (
+    ALL_GATHER,
+    GATHER,
+    Collective,
+    CollectiveNotes,
+    End,
+    Group,
+    Recorder,
+    Transport,
+    Work,
+    _FSDPState,
+    listen,
+    states_to_run,
+    stop_listening,
+)
 from .trace_formats import ALL_GATHERS, COMPUTE, REDUCTIONS, WAIT, TraceEvent, as_chrome_trace, as_text, save_picture
 
 # ---- Clocks: host time, or time on a device's stream.

@@ -1,34 +1,19 @@
-"""Flat views for optimizers, steps on state in host memory, and clipping of gradients.
+"""Optimizers that step on whole matrices, each on one of the ranks that hold its parts; and what the core has for other
+optimizers, under its public names."""
 
-A shard is what an even ``Shard(0)`` of a 1-D tensor gives a rank, so a whole flat view is a stock ``DTensor``, and what
-torch knows about DTensors (norms, ``GradScaler``) is right on every rank. A selection of parameters is one 1-D
-``RaggedDTensor`` for each row of neighbours; so is every flat view of a model with tensor parallelism.
-
-Global hooks surround the steps of every optimizer. The hook before refuses optimizers that are not known to be
-element-wise; the hook after raises the shard's version.
-
-``clip_grad_norm_`` uses the whole flat gradient if it got every sharded parameter of it and every ``.grad`` is our
-view. Otherwise it goes tensor by tensor, with one collective too. Padding is zero, so norms do not see it.
-"""
-
-from ..ragged import note_write_of_all_ranks as note_write_of_all_ranks
-from .blockwise import block_of as block_of
-from .blockwise import num_blocks as num_blocks
-from .blockwise import whole_matrices as whole_matrices
-from .blockwise import zeros_per_block as zeros_per_block
-from .clip_grad import clip_grad_norm_ as clip_grad_norm_
-from .flat_parameters import declare_blockwise as declare_blockwise
-from .flat_parameters import declare_elementwise as declare_elementwise
-from .flat_parameters import elementwise_classes as elementwise_classes
-from .flat_parameters import flat_parameters as flat_parameters
+from ..extension import block_of as block_of
+from ..extension import clip_grad_norm_ as clip_grad_norm_
+from ..extension import declare_blockwise as declare_blockwise
+from ..extension import declare_elementwise as declare_elementwise
+from ..extension import flat_parameters as flat_parameters
+from ..extension import note_write_of_all_ranks as note_write_of_all_ranks
+from ..extension import num_blocks as num_blocks
+from ..extension import offload_optimizer_states as offload_optimizer_states
+from ..extension import whole_matrices as whole_matrices
+from ..extension import zeros_per_block as zeros_per_block
 from .matrices import OwnersByParam as OwnersByParam
 from .matrices import owners_by_param as owners_by_param
 from .matrix_report import MatricesReport as MatricesReport
 from .matrixwise import Matrixwise as Matrixwise
 from .muon import Muon as Muon
 from .muon import muon_groups as muon_groups
-from .nested import Path as Path
-from .nested import leaves_of as leaves_of
-from .nested import map_leaves as map_leaves
-from .nested import put_leaf as put_leaf
-from .state_offload import offload_optimizer_states as offload_optimizer_states

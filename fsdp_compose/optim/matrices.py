@@ -26,10 +26,19 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch import DTensorSpec, compute_local_shape_and_global_offset, dtensor_spec, foreach_copy_
-from ..comm import DataParallelMesh, Label, Transport, Work, noticing_loss
 from ..errors import MisuseError
-from ..flat import FlatParamHandle, handle_of, local_of
-from ..ragged import RaggedDTensor, RunLengths
+from ..extension import (
+    DataParallelMesh,
+    FlatParamHandle,
+    Label,
+    RaggedDTensor,
+    RunLengths,
+    Transport,
+    Work,
+    handle_of,
+    local_of,
+    noticing_loss,
+)
 
 _ONE_ROW = (1, 1)  # what has no rows is one row
 _MOST_TOGETHER = 1 << 20

@@ -27,9 +27,20 @@ from torch.optim.optimizer import Optimizer
 from .._arguments import checked
 from .._torch import is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..flat import FlatParamHandle, handle_of, local_of
-from ..group import never_traced
-from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, note_write_of_all_ranks
+from ..extension import (
+    FlatParamHandle,
+    MatrixOptimizer,
+    Path,
+    RaggedDTensor,
+    RaggedShard,
+    RaggedSpec,
+    handle_of,
+    leaves_of,
+    local_of,
+    never_traced,
+    note_write_of_all_ranks,
+    put_leaf,
+)
 from .matrices import (
     NO_TRANSPORT,
     Member,
@@ -41,7 +52,6 @@ from .matrices import (
     shape_of,
 )
 from .matrix_report import MatricesReport, buckets_of, report_of
-from .nested import Path, leaves_of, put_leaf
 from .step_agreement import Gradients, Trained, begin_step, share_changes
 
 _STEP = "Matrixwise.step()"
@@ -69,7 +79,7 @@ class _Leaf(NamedTuple):
 
 
 @checked(make="a function from parameters to an optimizer")
-class Matrixwise(Optimizer):
+class Matrixwise(MatrixOptimizer):
     """Trains sharded parameters with an optimizer for plain ones, unmodified: Shampoo, SOAP, Adafactor, any that needs
     each matrix as a whole. Given equal gradients, with the bits of that optimizer on whole matrices in one process.
 
@@ -109,6 +119,9 @@ class Matrixwise(Optimizer):
 
         optimizer = Matrixwise(model.parameters(), lambda params: SOAP(params, lr=3e-3))
     """
+
+    reason = "it steps an optimizer on each parameter as a matrix"
+    is_simple = False  # it steps an optimizer of the user's
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
-from torch.optim.optimizer import Optimizer
 
 from .._arguments import checked, size_of
 from .._torch import (
@@ -26,11 +25,18 @@ from .._torch import (
     foreach_mul_,
     is_wrapper,
 )
-from ..comm import Label, noticing_loss
 from ..errors import MisuseError
-from ..flat import FlatParamHandle, handle_of, handle_of_segment, local_of
-from ..group import never_traced
-from ..ragged import note_write_of_all_ranks
+from ..extension import (
+    FlatParamHandle,
+    Label,
+    MatrixOptimizer,
+    handle_of,
+    handle_of_segment,
+    local_of,
+    never_traced,
+    note_write_of_all_ranks,
+    noticing_loss,
+)
 from .matrices import (
     NO_TRANSPORT,
     Bucket,
@@ -102,7 +108,7 @@ class _Known(NamedTuple):
 
 
 @checked()
-class Muon(Optimizer):
+class Muon(MatrixOptimizer):
     """Muon (https://kellerjordan.github.io/posts/muon/) with the arguments and defaults of ``torch.optim.Muon``, for
     sharded parameters; given equal gradients, with the same result as on whole matrices in one process.
 
@@ -140,6 +146,9 @@ class Muon(Optimizer):
 
         optimizer = Muon(muon_groups(model, muon={"lr": 0.02}, adamw={"lr": 3e-4}))
     """
+
+    reason = "it orthogonalizes each parameter as a matrix"
+    takes_flat_views = True  # in groups for AdamW
 
     def __init__(
         self,

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from ..comm import Carrier, meet
 from ..errors import FSDPComposeError, RanksDifferError
-from ..flat import FlatParamHandle, handle_of, handle_of_segment, refuse_unreduced
+from ..extension import Carrier, FlatParamHandle, handle_of, handle_of_segment, meet, refuse_unreduced
 from .matrices import local_gradient, name_of
 
 _FAILED = b"failed"

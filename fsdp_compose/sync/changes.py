@@ -20,10 +20,8 @@ import torch.nn as nn
 
 from .._arguments import checked, size_of
 from .._torch import DTensorSpec, compute_local_shape_and_global_offset
-from ..checkpoint import group_of, is_first
-from ..comm import Label, Transport, transport_of
 from ..errors import MisuseError, MisuseRuntimeError
-from ..flat import FlatParamHandle, TensorParallel
+from ..extension import FlatParamHandle, Label, TensorParallel, Transport, group_of, is_first, transport_of
 from .full_parameters import (
     BUCKET_BYTES,
     Range,

@@ -18,12 +18,24 @@ from torch.distributed.tensor import DTensor
 
 from .._arguments import checked, size_of
 from .._torch import non_persistent_buffers
-from ..checkpoint import ModelNames, agree, ask_all, group_of, is_first
-from ..comm import DataParallelMesh, Transport
 from ..errors import MisuseRuntimeError, MisuseTypeError, RanksDifferError, class_of
-from ..flat import FlatParamHandle, handle_of, local_elements, local_of
-from ..group import is_sleeping, sleeping_error, state_of
-from ..ragged import CompositeDTensor
+from ..extension import (
+    CompositeDTensor,
+    DataParallelMesh,
+    FlatParamHandle,
+    ModelNames,
+    Transport,
+    agree,
+    ask_all,
+    group_of,
+    handle_of,
+    is_first,
+    is_sleeping,
+    local_elements,
+    local_of,
+    sleeping_error,
+    state_of,
+)
 
 # ---- The tensors to send, under canonical FQNs, and whether they can be read now.
 

@@ -30,9 +30,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .._arguments import checked
-from ..api import plan
 from ..errors import MisuseError, MisuseRuntimeError
-from ..inspect import simulate
+from ..inspect import plan, simulate
 from .fitting import CPU, WALL, Sample, busy_of, fitted_device, fitted_network, with_host
 from .hardware import Hardware
 from .workload import GPU_WORKLOAD, Action, Workload, actions_of, tiny_model, tiny_optimizer, tiny_sharded_model

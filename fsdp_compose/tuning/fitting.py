@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ..inspect import Issue, Operation, StepEvent
 from .hardware import Curve, Device, Level, Network
 from .schedule import schedule

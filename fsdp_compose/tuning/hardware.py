@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from .._arguments import checked
-from ..comm import ALL_REDUCE, ALL_TO_ALL
 from ..errors import MisuseError
+from ..extension import ALL_REDUCE, ALL_TO_ALL
 from ..inspect import Operation
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

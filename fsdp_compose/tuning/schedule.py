@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._arguments import checked
-from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ..inspect import STEP, Allocated, Issue, Operation, StepEvent, Wait
 from .hardware import Device, Network
 

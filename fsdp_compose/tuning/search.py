@@ -12,19 +12,22 @@ from typing import Any
 import torch.nn as nn
 
 from .._arguments import checked, size_of
-from ..api import ADAMW, MakeOptimizer, model_of, modules_to_wrap, of_parameters
 from ..errors import MisuseError
-from ..flat import MixedPrecisionPolicy
-from ..group import STRATEGIES, Kept, states_to_run
+from ..extension import STRATEGIES, Kept, MixedPrecisionPolicy, states_to_run
 from ..inspect import (
     ACTIVATIONS,
+    ADAMW,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
     LossOf,
+    MakeOptimizer,
     OptimizerOf,
     WorldFacts,
     bytes_of,
+    model_of,
+    modules_to_wrap,
+    of_parameters,
     simulate,
 )
 from .answer import Rejected, Result, Tuning, predict

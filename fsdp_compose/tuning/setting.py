@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from .._arguments import checked
-from ..api import fully_shard
-from ..flat import CPUOffloadPolicy, MixedPrecisionPolicy
+from ..extension import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 NONE, EVERY_SECOND, ALL = CHECKPOINTED = ("none", "every 2nd block", "blocks")
 """Which blocks recompute their activations in backward."""

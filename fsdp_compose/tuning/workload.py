@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._arguments import checked
 from .._torch import DispatchMode
-from ..api import fully_shard
-from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, transport_of
+from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, fully_shard, transport_of
 from ..inspect import Operation, operation_of
 
 

@@ -28,7 +28,7 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.group.registry import _get_fsdp_states
+from fsdp_compose.core.group.registry import _get_fsdp_states
 from tests.harness import distributed, fake_process_group, same_on_every_rank
 
 

@@ -28,7 +28,7 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.group.registry import _get_fsdp_handles, get_state
+from fsdp_compose.core.group.registry import _get_fsdp_handles, get_state
 from tests.harness import distributed, fake_process_group
 from tests.internals import Collectives, all_unsharded_bytes
 from tests.models import Net, inputs, shard_layers

@@ -26,8 +26,8 @@ from fsdp_compose import (
     offload_model,
     onload_model,
 )
-from fsdp_compose.flat import local_of
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.flat import local_of
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, gpt_twins, local_part, train_gpt

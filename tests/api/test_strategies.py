@@ -21,7 +21,7 @@ from fsdp_compose import (
     record_collectives,
 )
 from fsdp_compose.checkpoint import get_state_dict, set_state_dict
-from fsdp_compose.group.options import R, S
+from fsdp_compose.core.group.options import R, S
 from fsdp_compose.strategies import STRATEGIES, Strategy
 from tests.harness import distributed, lasting_mesh
 from tests.models import DIM, GPT, Net, batches, gpt_loss, rows, shard_layers

@@ -24,8 +24,8 @@ from fsdp_compose import (
     set_requires_gradient_sync,
     summon_full_params,
 )
-from fsdp_compose.comm.store import TIMEOUT_ENV
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.comm.store import TIMEOUT_ENV
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed, environment, same_on_every_rank
 from tests.models import DIM, Net, inputs, shard_layers
 from tests.training import Twins, assert_parameters_match, local_part, mean_square, pair, plain_sgd, whole

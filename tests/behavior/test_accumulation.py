@@ -13,8 +13,8 @@ import torch
 import torch.nn as nn
 
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, clip_grad_norm_, flat_parameters, fully_shard, no_sync
-from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.flat.accumulation import UnreducedGradient
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import Branches, Net, inputs, shard_branches, shard_layers
 from tests.training import Twins, local_part, mean_square, plain_sgd

@@ -21,8 +21,8 @@ from fsdp_compose import (
     set_functional_mode,
     unshard,
 )
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from fsdp_compose.errors import MisuseRuntimeError
-from fsdp_compose.group.registry import _get_fsdp_handles
 from tests import harness
 from tests.harness import breakable_mesh, our_warnings
 from tests.internals import local_of

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose import (
     fully_shard,
 )
-from fsdp_compose.group import get_state
+from fsdp_compose.core.group import get_state
 from tests import harness
 from tests.harness import our_warnings, same_on_every_rank
 from tests.models import DIM, IN, OUT, ROWS, SmallBlock, rows

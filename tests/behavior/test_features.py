@@ -34,8 +34,8 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.flat.accumulation import UnreducedGradient
+from fsdp_compose.core.group.registry import get_state
 from tests.harness import distributed, fake_process_group
 from tests.internals import Collectives, states_of, unsharded_bytes
 from tests.models import DIM, GPT, Branches, Layer, Net, gpt_loss, inputs, shard_branches, shard_layers

@@ -36,8 +36,8 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_state_dict,
 )
-from fsdp_compose.comm.failure import together
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.comm.failure import together
+from fsdp_compose.core.group.registry import get_state
 from tests.group.test_one_rank_differs import DIFFERENT, Loop, build
 from tests.harness import distributed, lasting_groups, lasting_mesh, same_on_every_rank
 from tests.internals import impatient

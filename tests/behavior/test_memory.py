@@ -37,10 +37,10 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_state_dict,
 )
-from fsdp_compose.comm.context import known_for
-from fsdp_compose.comm.control_exchange import _Control
-from fsdp_compose.group import standstill
-from fsdp_compose.group.registry import _get_fsdp_states, get_state
+from fsdp_compose.core.comm.context import known_for
+from fsdp_compose.core.comm.control_exchange import _Control
+from fsdp_compose.core.group import standstill
+from fsdp_compose.core.group.registry import _get_fsdp_states, get_state
 from fsdp_compose.strategies import STRATEGIES
 from tests.harness import distributed, environment, fake_process_group, lasting_mesh
 from tests.internals import all_unsharded_bytes, handles_of

@@ -14,8 +14,8 @@ from fsdp_compose import (
     fully_shard,
     no_sync,
 )
-from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.flat.accumulation import UnreducedGradient
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests import harness
 from tests.internals import assert_nothing_is_unsharded
 from tests.models import DIM, IN, rows

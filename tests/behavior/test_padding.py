@@ -16,7 +16,7 @@ from fsdp_compose import (
     fully_shard,
     no_sync,
 )
-from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states
+from fsdp_compose.core.group.registry import _get_fsdp_handles, _get_fsdp_states
 from tests import harness
 from tests.models import DIM, IN, rows
 from tests.training import (

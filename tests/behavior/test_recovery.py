@@ -18,9 +18,9 @@ from fsdp_compose import (
     no_sync,
 )
 from fsdp_compose._torch import default_store
-from fsdp_compose.comm import store
-from fsdp_compose.comm.store import TIMEOUT_ENV
-from fsdp_compose.group.registry import _get_fsdp_states
+from fsdp_compose.core.comm import store
+from fsdp_compose.core.comm.store import TIMEOUT_ENV
+from fsdp_compose.core.group.registry import _get_fsdp_states
 from tests import harness
 from tests.harness import breakable_mesh, environment, our_warnings
 from tests.internals import assert_nothing_is_unsharded, sharded_params

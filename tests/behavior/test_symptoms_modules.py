@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, no_sync
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed, same_on_every_rank
 from tests.models import DIM, Layer, Net, inputs, shard_layers
 from tests.training import Twins, local_part, mean_square, pair, plain_sgd

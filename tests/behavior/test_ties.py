@@ -13,8 +13,8 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import RaggedDTensor, distribute_ragged, fully_shard, no_sync
-from fsdp_compose.checkpoint.state_dict import get_model_state_dict
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
+from fsdp_compose.core.state_dicts.state_dict import get_model_state_dict
 from tests import harness
 from tests.harness import distributed
 from tests.models import Layer

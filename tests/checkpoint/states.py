@@ -23,7 +23,7 @@ from fsdp_compose.checkpoint import (
     save,
     set_state_dict,
 )
-from fsdp_compose.checkpoint.optimizer_init import is_pending
+from fsdp_compose.core.state_dicts.optimizer_init import is_pending
 
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -35,7 +35,7 @@ from fsdp_compose.checkpoint.folders import (
     read_lists,
     understood,
 )
-from fsdp_compose.comm import known_for
+from fsdp_compose.core.comm import known_for
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError, RankLostError, RanksDifferError
 from tests.checkpoint.states import adamw, assert_equal, build, own_snapshot, set_state, shared_folder, state_of, train
 from tests.forked_writers import fork_writers

@@ -35,10 +35,10 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from fsdp_compose.checkpoint.optimizer_init import is_pending
-from fsdp_compose.comm import Transport
-from fsdp_compose.comm.store import TIMEOUT_ENV
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.comm import Transport
+from fsdp_compose.core.comm.store import TIMEOUT_ENV
+from fsdp_compose.core.group.registry import _get_fsdp_handles
+from fsdp_compose.core.state_dicts.optimizer_init import is_pending
 from tests.checkpoint.states import (
     FLATTENED,
     FROM_RANK0,

@@ -21,8 +21,8 @@ from fsdp_compose import fully_shard
 from fsdp_compose._torch import plan_errors
 from fsdp_compose.checkpoint import SavePlanner, get_model_state_dict, load, save
 from fsdp_compose.checkpoint.planner import problems_of
-from fsdp_compose.flat.layout import ParamSpec, plan_layout
-from fsdp_compose.ragged.placement import Box, range_to_boxes
+from fsdp_compose.core.flat.layout import ParamSpec, plan_layout
+from fsdp_compose.core.ragged.placement import Box, range_to_boxes
 from tests.flat.test_layout import properties
 from tests.harness import distributed
 from tests.internals import executed_lines

@@ -32,7 +32,6 @@ from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, flat_par
 from fsdp_compose.checkpoint import (
     LoadPlanner,
     StateDictOptions,
-    gathering,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -43,8 +42,9 @@ from fsdp_compose.checkpoint import (
 )
 from fsdp_compose.checkpoint.folders import read_lists
 from fsdp_compose.checkpoint.hf import plan_files
-from fsdp_compose.comm import Transport
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.comm import Transport
+from fsdp_compose.core.group.registry import _get_fsdp_handles
+from fsdp_compose.core.state_dicts import gathering
 from tests.checkpoint.states import (
     FLATTENED,
     Net,

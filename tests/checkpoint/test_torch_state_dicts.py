@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp_compose.checkpoint as ours
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, RaggedShard, flat_parameters, fully_shard
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.checkpoint.states import assert_equal, shared_folder, whole
 from tests.harness import distributed, lasting_mesh
 

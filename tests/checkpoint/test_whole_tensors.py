@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compose import fully_shard, replicate
 from fsdp_compose.checkpoint import StateDictOptions, set_model_state_dict
-from fsdp_compose.group.start_values import CHECK_ENV
+from fsdp_compose.core.group.start_values import CHECK_ENV
 from tests.harness import distributed, environment, lasting_mesh, same_on_every_rank
 from tests.training import full_parameters
 

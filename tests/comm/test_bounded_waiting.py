@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fsdp_compose import clip_grad_norm_, fully_shard
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
-from fsdp_compose.comm.store import TIMEOUT_ENV
+from fsdp_compose.core.comm.store import TIMEOUT_ENV
 from tests.harness import run_forked
 from tests.models import Stack, rows
 from tests.training import mean_square

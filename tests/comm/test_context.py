@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_compose.comm import all_kept, context, kept_for
+from fsdp_compose.core.comm import all_kept, context, kept_for
 
 
 class Owner:

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose import fully_shard
 from fsdp_compose._torch import make_gloo_group
-from fsdp_compose.comm import control_exchange
-from fsdp_compose.comm import control_exchange as doubling
-from fsdp_compose.comm.control_exchange import Carrier, ControlExchange, Round, maximum_of_all_ranks, rounds_of
+from fsdp_compose.core.comm import control_exchange
+from fsdp_compose.core.comm import control_exchange as doubling
+from fsdp_compose.core.comm.control_exchange import Carrier, ControlExchange, Round, maximum_of_all_ranks, rounds_of
 from tests.harness import distributed, same_on_every_rank
 
 # ---- rounds

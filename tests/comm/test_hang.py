@@ -20,10 +20,10 @@ from fsdp_compose import fully_shard
 from fsdp_compose.__main__ import main
 from fsdp_compose._torch import fake_store
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
-from fsdp_compose.comm.failure import Meeting, meeting_in
-from fsdp_compose.group import HANG_SECONDS_ENV, POSITION_MARK
-from fsdp_compose.group.collective_order import CollectiveLog
-from fsdp_compose.group.standstill import position
+from fsdp_compose.core.comm.failure import Meeting, meeting_in
+from fsdp_compose.core.group import HANG_SECONDS_ENV, POSITION_MARK
+from fsdp_compose.core.group.collective_order import CollectiveLog
+from fsdp_compose.core.group.standstill import position
 from fsdp_compose.inspect import explain_hang, positions_in
 from tests.harness import distributed, fake_process_group
 
@@ -197,7 +197,7 @@ def test_command_puts_logs_together(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_compose.group.standstill import patience
+    from fsdp_compose.core.group.standstill import patience
 
     monkeypatch.setenv(HANG_SECONDS_ENV, "soon")
     with pytest.raises(ValueError, match="expected seconds"):
@@ -225,4 +225,4 @@ def test_a_rank_that_waits_between_iterations_says_so_soon_and_so_does_the_late_
     if dist.get_rank():
         assert seconds < 9, seconds
     else:
-        assert position["waits_in"].startswith("comm/store.py") and position["phase"] == "", position
+        assert position["waits_in"].startswith("core/comm/store.py") and position["phase"] == "", position

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compose import RaggedShard, fully_shard
-from fsdp_compose.flat import layout as layout_module
-from fsdp_compose.flat.layout import ParamSpec, plan_layout
-from fsdp_compose.ragged import RunLengths
+from fsdp_compose.core.flat import layout as layout_module
+from fsdp_compose.core.flat.layout import ParamSpec, plan_layout
+from fsdp_compose.core.ragged import RunLengths
 from tests.flat.test_layout import alignments, param_specs, properties
 from tests.harness import fake_process_group, run_forked
 from tests.internals import executed_lines

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compose import fully_shard
 from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
-from fsdp_compose.comm import store as rendezvous
-from fsdp_compose.comm.store import TIMEOUT_ENV, meet, own_store
+from fsdp_compose.core.comm import store as rendezvous
+from fsdp_compose.core.comm.store import TIMEOUT_ENV, meet, own_store
 from tests.harness import distributed, environment, run_forked, same_on_every_rank
 
 MOST_OPERATIONS, MOST_BYTES = 5, 300  # besides looking whether a key is there

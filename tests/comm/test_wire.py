@@ -33,7 +33,7 @@ from fsdp_compose import (
     set_wire_formats,
 )
 from fsdp_compose.checkpoint import get_model_state_dict
-from fsdp_compose.comm import Bfloat16, Int8, Label, Messages, Transport, TransportRole, Wire, WireFormat
+from fsdp_compose.core.comm import Bfloat16, Int8, Label, Messages, Transport, TransportRole, Wire, WireFormat
 from fsdp_compose.errors import MisuseRuntimeError, MisuseTypeError
 from fsdp_compose.optim import Muon, muon_groups
 from tests.flat.test_all_gather_extensions import RowScales, make

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp_compose
 from fsdp_compose import drop_in, record_collectives, set_functional_mode
 from fsdp_compose.checkpoint import get_model_state_dict
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.group.registry import get_state
 from tests.drop_in.test_pipeline import layers, loss_of
 from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.internals import Collectives

@@ -35,8 +35,8 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
-from fsdp_compose.flat import param_kind
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.flat import param_kind
+from fsdp_compose.core.group.registry import get_state
 from tests.flat.test_parameter_classes import CastWhenUsed
 from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.models import shard_layers

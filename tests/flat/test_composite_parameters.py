@@ -38,7 +38,7 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, load, save, save_hf, set_model_state_dict
-from fsdp_compose.group.registry import _get_fsdp_states, get_state
+from fsdp_compose.core.group.registry import _get_fsdp_states, get_state
 from fsdp_compose.sync import full_parameters
 from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.models import shard_layers

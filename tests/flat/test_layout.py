@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.shapes import MODELS
-from fsdp_compose.flat import layout as layout_module
-from fsdp_compose.flat.layout import FlatLayout, Granule, LocalShard, ParamSpec, plan_layout
+from fsdp_compose.core.flat import layout as layout_module
+from fsdp_compose.core.flat.layout import FlatLayout, Granule, LocalShard, ParamSpec, plan_layout
 from tests.internals import executed_lines
 
 settings.register_profile("layout", deadline=None, max_examples=300, derandomize="CI" in os.environ)

@@ -25,8 +25,8 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose._torch import without_modes
-from fsdp_compose.flat import local_of, shard_storage
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.flat import local_of, shard_storage
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, fake_process_group, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, gpt_twins, local_part, sgd, train_gpt
@@ -335,12 +335,12 @@ def test_memory_for_compute_is_not_made_where_shards_live():
         if re.search(r"shard\.device(?!\.type)", line)
     ]
     assert {path for path, _ in found} == {
-        "checkpoint/optimizer_state.py",  # optimizer state, beside the shard
-        "flat/collectives.py",  # a copy on the device
-        "flat/unsharded_extension.py",  # of parameters that are refused where shards live elsewhere
-        "flat/flat_param.py",  # the gradient, beside the shard
-        "flat/shard_storage.py",
-        "flat/unsharded.py",  # of shards on the device
+        "core/state_dicts/optimizer_state.py",  # optimizer state, beside the shard
+        "core/flat/collectives.py",  # a copy on the device
+        "core/flat/unsharded_extension.py",  # of parameters that are refused where shards live elsewhere
+        "core/flat/flat_param.py",  # the gradient, beside the shard
+        "core/flat/shard_storage.py",
+        "core/flat/unsharded.py",  # of shards on the device
         "inspect/describe.py",  # told
-        "api/summon.py",  # a gradient, beside the shard
+        "core/summon.py",  # a gradient, beside the shard
     }, found

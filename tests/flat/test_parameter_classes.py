@@ -16,8 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
-from fsdp_compose.flat import param_kind
-from fsdp_compose.group.registry import _get_fsdp_states
+from fsdp_compose.core.flat import param_kind
+from fsdp_compose.core.group.registry import _get_fsdp_states
 from tests.harness import distributed, fake_process_group
 from tests.models import DIM, Net, shard_layers
 from tests.training import Twins, plain_sgd

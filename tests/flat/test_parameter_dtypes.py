@@ -28,7 +28,7 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.group.registry import get_state
 from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.training import adamw, local_part, mean_square, pair
 

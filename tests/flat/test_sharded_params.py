@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_compose
 from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, flat_parameters, fully_shard, no_sync
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import inputs, shard_layers
 from tests.training import Twins, full_values, local_part, mean_square, plain_sgd

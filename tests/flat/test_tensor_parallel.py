@@ -34,7 +34,7 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
+from fsdp_compose.core.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
 from tests.checkpoint.states import assert_equal, shared_folder, whole
 from tests.harness import distributed, environment, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers

@@ -43,7 +43,7 @@ from fsdp_compose.checkpoint import (
     save,
     set_state_dict,
 )
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.group.registry import get_state
 from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.training import local_part
 

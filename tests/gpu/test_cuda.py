@@ -20,9 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compose
 from fsdp_compose import MixedPrecisionPolicy, trace
-from fsdp_compose.flat import FlatParamHandle
-from fsdp_compose.flat.collectives import Communicator
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.flat import FlatParamHandle
+from fsdp_compose.core.flat.collectives import Communicator
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import sgd
 

@@ -17,9 +17,9 @@ from fsdp_compose import (
     offload_optimizer_states,
     onload_model,
 )
-from fsdp_compose.flat import local_of
-from fsdp_compose.flat.shard_storage import HostCopies
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.flat import local_of
+from fsdp_compose.core.flat.shard_storage import HostCopies
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.gpu.test_cuda import CYCLES, DEVICE, PRECISIONS, process_group
 from tests.models import GPT, batches, gpt_loss, shard_layers
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compose import RaggedDTensor, drop_in, fully_shard
-from fsdp_compose.checkpoint.state_dict import get_model_state_dict
+from fsdp_compose.core.state_dicts.state_dict import get_model_state_dict
 from tests.harness import distributed, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import local_part, whole

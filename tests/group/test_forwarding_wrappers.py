@@ -21,7 +21,7 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.group.registry import _get_fsdp_states_with_modules, get_state, is_compatible, states_to_run
+from fsdp_compose.core.group.registry import _get_fsdp_states_with_modules, get_state, is_compatible, states_to_run
 from tests.harness import distributed
 from tests.models import DIM, Layer, Net, inputs
 from tests.training import Twins, mean_square

@@ -26,9 +26,9 @@ from fsdp_compose import (
 )
 from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.checkpoint import StateDictOptions, set_model_state_dict
-from fsdp_compose.comm import store
-from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.comm import store
+from fsdp_compose.core.comm.store import DEBUG_ENV, TIMEOUT_ENV
+from fsdp_compose.core.group.registry import get_state
 from tests.harness import breakable_mesh, distributed, environment, same_on_every_rank
 from tests.internals import impatient
 from tests.training import local_part

@@ -16,12 +16,8 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
-from fsdp_compose.group.hook_decorators import _annotate_modules_for_dynamo
-from fsdp_compose.group.registry import (
-    _get_fsdp_handles,
-    _get_fsdp_states,
-    _get_fsdp_states_with_modules,
-)
+from fsdp_compose.core.group.hook_decorators import _annotate_modules_for_dynamo
+from fsdp_compose.core.group.registry import _get_fsdp_handles, _get_fsdp_states, _get_fsdp_states_with_modules
 from tests.harness import distributed, fake_process_group
 from tests.training import assert_parameters_match, local_part, pair
 

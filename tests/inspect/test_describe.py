@@ -30,7 +30,7 @@ from fsdp_compose import (
     summon_full_params,
     unshard,
 )
-from fsdp_compose.group.registry import states_to_run
+from fsdp_compose.core.group.registry import states_to_run
 from fsdp_compose.inspect.describe import collect
 from fsdp_compose.inspect.describe_formats import names_of, report_of
 from fsdp_compose.inspect.report import as_page, as_terminal_text, as_text

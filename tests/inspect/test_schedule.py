@@ -19,7 +19,7 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed, fake_process_group
 from tests.inspect.test_trace import step
 from tests.training import local_part

@@ -27,11 +27,11 @@ from fsdp_compose import (
     summon_full_params,
     trace,
 )
-from fsdp_compose.comm.transport import CollectiveNotes
-from fsdp_compose.flat.collectives import Communicator
-from fsdp_compose.flat.events import _methods
-from fsdp_compose.group.parameter_swap import ParameterSwap
-from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states
+from fsdp_compose.core.comm.transport import CollectiveNotes
+from fsdp_compose.core.flat.collectives import Communicator
+from fsdp_compose.core.flat.events import _methods
+from fsdp_compose.core.group.parameter_swap import ParameterSwap
+from fsdp_compose.core.group.registry import _get_fsdp_handles, _get_fsdp_states
 from fsdp_compose.inspect.trace import recorded
 from fsdp_compose.inspect.trace_formats import lanes
 from tests.harness import distributed, fake_process_group

@@ -16,10 +16,10 @@ import torch.nn as nn
 
 from fsdp_compose import declare_blockwise, declare_elementwise, distribute_ragged, flat_parameters, fully_shard
 from fsdp_compose.checkpoint import get_optimizer_state_dict, get_state_dict, load, resume, save, set_state_dict
+from fsdp_compose.core.flat import handle_of, local_of
+from fsdp_compose.core.ragged import RaggedDTensor
 from fsdp_compose.errors import MisuseError, MisuseTypeError, RanksDifferError
-from fsdp_compose.flat import handle_of, local_of
 from fsdp_compose.optim import Matrixwise, Muon, block_of, whole_matrices, zeros_per_block
-from fsdp_compose.ragged import RaggedDTensor
 from tests.harness import distributed, run_distributed
 from tests.optim.test_muon import Parameters, give_gradients, gradients, whole
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from fsdp_compose import declare_blockwise, fully_shard, set_reshard_after_backward
-from fsdp_compose.flat import local_of
+from fsdp_compose.core.flat import local_of
 from fsdp_compose.optim import Matrixwise, Muon, note_write_of_all_ranks
 from tests.harness import distributed
 from tests.training import full_values

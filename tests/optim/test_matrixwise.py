@@ -23,11 +23,11 @@ from fsdp_compose.checkpoint import (
     save,
     set_optimizer_state_dict,
 )
-from fsdp_compose.comm import Recorder
+from fsdp_compose.core.comm import Recorder
+from fsdp_compose.core.group.registry import _get_fsdp_handles
+from fsdp_compose.core.ragged import RaggedDTensor
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError, MisuseTypeError, RankLostError, RanksDifferError
-from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import Matrixwise
-from fsdp_compose.ragged import RaggedDTensor
 from tests.harness import distributed, lasting_mesh, run_distributed, same_on_every_rank
 from tests.models import GPT, shard_layers
 from tests.optim.test_muon import Parameters, assert_train_alike, give_gradients, gradients, hybrid_of_four, whole

@@ -26,10 +26,10 @@ from fsdp_compose import (
     replicate,
 )
 from fsdp_compose.checkpoint import get_optimizer_state_dict, get_state_dict, resume, save
+from fsdp_compose.core.ragged import RaggedDTensor, RunLengths
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError, RankLostError, RanksDifferError
 from fsdp_compose.optim import Muon, muon_groups
 from fsdp_compose.optim.matrices import assign, matrices_of, stacks_of
-from fsdp_compose.ragged import RaggedDTensor, RunLengths
 from tests.harness import distributed, lasting_mesh, run_distributed, same_on_every_rank
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import full_values, local_part

@@ -20,12 +20,12 @@ import torch.nn as nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from fsdp_compose import fully_shard, replicate
-from fsdp_compose.comm import Carrier
+from fsdp_compose.core.comm import Carrier
+from fsdp_compose.core.flat import local_of
+from fsdp_compose.core.group import END_OF_BACKWARD, get_state
+from fsdp_compose.core.runtime.agreement import begin_exchange, end_exchange
 from fsdp_compose.errors import MisuseError, RankLostError, RanksDifferError
-from fsdp_compose.flat import local_of
-from fsdp_compose.group import END_OF_BACKWARD, get_state
 from fsdp_compose.optim import Muon, muon, muon_groups
-from fsdp_compose.runtime.agreement import begin_exchange, end_exchange
 from tests.harness import distributed, lasting_mesh, run_forked, same_on_every_rank
 from tests.optim.test_muon import SETS, Parameters, assert_bits, expected, give_gradients
 from tests.training import full_values

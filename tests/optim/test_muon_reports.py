@@ -14,9 +14,9 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose import describe, fully_shard, plan, replicate
-from fsdp_compose.comm import ALL_TO_ALL
-from fsdp_compose.comm.transport import Collective, CollectiveNotes, Recorder
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.comm import ALL_TO_ALL
+from fsdp_compose.core.comm.transport import Collective, CollectiveNotes, Recorder
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from fsdp_compose.inspect.describe import collect
 from fsdp_compose.optim import Muon, muon_groups
 from tests.harness import distributed, lasting_mesh, run_distributed

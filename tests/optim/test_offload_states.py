@@ -27,9 +27,9 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fsdp_compose.flat import local_of
-from fsdp_compose.flat.sharded_param import shown_on
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.flat import local_of
+from fsdp_compose.core.flat.sharded_param import shown_on
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.flat.test_offload import HALF, assert_equal, assert_same_state
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, batches, gpt_loss, shard_layers

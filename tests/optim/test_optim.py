@@ -32,8 +32,8 @@ from fsdp_compose import (
     no_sync,
     replicate,
 )
-from fsdp_compose.group.registry import _get_fsdp_handles
-from fsdp_compose.optim import clip_grad
+from fsdp_compose.core.group.registry import _get_fsdp_handles
+from fsdp_compose.core.optimizers import clip_grad
 from tests.harness import distributed, fake_process_group
 from tests.models import shard_layers
 from tests.training import assert_same_parameters, full_values

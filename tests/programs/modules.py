@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate, set_reshard_after_backward
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.group.registry import get_state
 from tests.models import PassThrough
 
 from .description import EDITORS, INNER_BACKWARDS, LEAVES, Group, Part, Program

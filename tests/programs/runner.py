@@ -39,9 +39,9 @@ from fsdp_compose.checkpoint import (
     load,
     set_state_dict,
 )
-from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.flat.flat_param import handle_of
-from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
+from fsdp_compose.core.flat.accumulation import UnreducedGradient
+from fsdp_compose.core.flat.flat_param import handle_of
+from fsdp_compose.core.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.forked_writers import fork_writers
 from tests.harness import lasting_groups
 from tests.observed_hooks import ObservedHooks

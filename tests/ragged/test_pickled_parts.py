@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, save
-from fsdp_compose.ragged import placement
+from fsdp_compose.core.ragged import placement
 from tests.checkpoint.states import shared_folder
 from tests.harness import distributed, run_distributed
 

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, fully_shard
-from fsdp_compose.ragged.ops.operands import GatheredView
-from fsdp_compose.ragged.placement import range_to_boxes
+from fsdp_compose.core.ragged.ops.operands import GatheredView
+from fsdp_compose.core.ragged.placement import range_to_boxes
 from tests.harness import distributed, fake_process_group
 
 # name -> (shape of the mesh, placements of a (10, 4) tensor); the last rank of 3 holds nothing
@@ -981,7 +981,7 @@ def test_autograd_notices_a_foreach_write_to_a_saved_tensor():
 
 
 def test_a_reduction_is_chosen_as_one_whatever_tags_it_has():
-    from fsdp_compose.ragged.ops import choose
-    from fsdp_compose.ragged.ops.reductions import BY_OPERATOR
+    from fsdp_compose.core.ragged.ops import choose
+    from fsdp_compose.core.ragged.ops.reductions import BY_OPERATOR
 
     assert BY_OPERATOR == {operator: choose(operator) for operator in BY_OPERATOR}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, fully_shard
-from fsdp_compose.ragged import MixedOperandsError, ReplicatedDTensor
+from fsdp_compose.core.ragged import MixedOperandsError, ReplicatedDTensor
 from tests.harness import distributed
 
 SHAPE = (10, 4)

@@ -13,9 +13,9 @@ import torch.nn as nn
 from torch.distributed.tensor import Shard
 
 from fsdp_compose import RaggedShard, distribute_ragged, fully_shard
-from fsdp_compose.comm.context import all_kept
-from fsdp_compose.comm.failure import entered
-from fsdp_compose.comm.journal import Journal
+from fsdp_compose.core.comm.context import all_kept
+from fsdp_compose.core.comm.failure import entered
+from fsdp_compose.core.comm.journal import Journal
 from fsdp_compose.errors import RanksDifferError
 from tests.harness import distributed, lasting_mesh
 

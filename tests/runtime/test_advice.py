@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import fully_shard
-from fsdp_compose.runtime.lazy_init import GroupSize, advice
+from fsdp_compose.core.runtime.lazy_init import GroupSize, advice
 from tests.harness import fake_process_group
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.group.registry import get_state
 from tests.harness import distributed
 from tests.training import assert_same_gradients
 

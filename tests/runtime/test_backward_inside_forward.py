@@ -22,7 +22,7 @@ from fsdp_compose import (
     functional_mode,
     no_sync,
 )
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.internals import full_gradients
 from tests.models import shard_layers

@@ -24,7 +24,7 @@ from fsdp_compose import (
     no_sync,
     set_transport,
 )
-from fsdp_compose.group.registry import get_state
+from fsdp_compose.core.group.registry import get_state
 from tests.harness import distributed, fake_process_group
 from tests.training import full
 

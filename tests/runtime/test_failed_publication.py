@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 from fsdp_compose import fully_shard, no_sync
-from fsdp_compose.flat.gradient import ShardedGradient
-from fsdp_compose.group.registry import _get_fsdp_handles, get_state
+from fsdp_compose.core.flat.gradient import ShardedGradient
+from fsdp_compose.core.group.registry import _get_fsdp_handles, get_state
 from tests.harness import distributed
 from tests.models import Net, inputs
 from tests.training import Twins, local_part, mean_square, plain_sgd

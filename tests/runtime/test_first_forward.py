@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate, set_gradient_divide_factor
-from fsdp_compose.comm.store import TIMEOUT_ENV
+from fsdp_compose.core.comm.store import TIMEOUT_ENV
 from tests.harness import distributed, environment
 from tests.training import full
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import fully_shard
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.runtime.test_backward_inside_forward import DIM, MODES, Block, Net, Output, Twins, by_value
 

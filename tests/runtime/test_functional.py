@@ -26,7 +26,7 @@ from fsdp_compose import (
     set_functional_mode,
     unshard,
 )
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed, same_on_every_rank
 from tests.models import Net, inputs, shard_layers
 from tests.training import Twins, adamw, full, local_part, mean_square, plain_sgd

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 
 REFUSED = "Cannot access data pointer|while they are sharded|out of bounds for storage of size 0"

@@ -38,9 +38,9 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.checkpoint import get_state_dict, set_state_dict
-from fsdp_compose.comm import control_exchange
-from fsdp_compose.flat import listen, stop_listening
-from fsdp_compose.group import get_state
+from fsdp_compose.core.comm import control_exchange
+from fsdp_compose.core.flat import listen, stop_listening
+from fsdp_compose.core.group import get_state
 from tests.flat.test_all_gather_extensions import EightBit
 from tests.harness import distributed, environment, lasting_mesh
 from tests.internals import impatient

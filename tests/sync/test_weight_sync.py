@@ -25,11 +25,11 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict
-from fsdp_compose.comm import Label, Transport
-from fsdp_compose.comm import store as rendezvous
-from fsdp_compose.comm.store import TIMEOUT_ENV
-from fsdp_compose.comm.transport import TRANSPORT_ENV
-from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.core.comm import Label, Transport
+from fsdp_compose.core.comm import store as rendezvous
+from fsdp_compose.core.comm.store import TIMEOUT_ENV
+from fsdp_compose.core.comm.transport import TRANSPORT_ENV
+from fsdp_compose.core.group.registry import _get_fsdp_handles
 from fsdp_compose.sync import ParameterSnapshot, apply_changes, changed_since, snapshot_parameters
 from fsdp_compose.sync.changes import Form, as_bits, changed_elements, gather_elements
 from tests.behavior.test_expert_parallel import mixture, spread

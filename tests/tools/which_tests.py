@@ -1,6 +1,6 @@
 """Which test files to run after a change of a file of the package, the best first.
 
-    make which-tests FILE=fsdp_compose/flat/layout.py
+    make which-tests FILE=fsdp_compose/core/flat/layout.py
     python -m tests.tools.which_tests --write RECORD    rewrites the table from what tests.tools.record wrote
 
 The table, ``which_tests.txt``, has a line for each file of the package. A test file comes first in it that runs most of
@@ -31,7 +31,7 @@ def files_for(file: str) -> list[str]:
     """The test files of a file; for one that the table does not have, such as a new one, those of its wing's folder.
     Tests of torch.compile are not recorded: what they need is in files named graph."""
     listed = [test for test in table().get(file, []) if (ROOT / test).exists()]
-    folder = ("compiled",) if "graph" in Path(file).stem else Path(file).parts[1:-1]
+    folder = ("compiled",) if "graph" in Path(file).stem else _folder(file)
     return listed or sorted(str(path.relative_to(ROOT)) for path in ROOT.joinpath("tests", *folder).glob("test_*.py"))
 
 
@@ -49,6 +49,12 @@ def made_from(record: Path) -> dict[str, list[str]]:
     return {file: _best(file, running) for file, running in sorted(of_file.items())}
 
 
+def _folder(file: str) -> tuple[str, ...]:
+    """The folder of tests for a file of the package: that of its wing, or of the annex that users find it in."""
+    wing = Path(file).parts[1:-1][-1]
+    return ({"core": "api", "state_dicts": "checkpoint", "optimizers": "optim", "ops": "ragged"}.get(wing, wing),)
+
+
 def _best(file: str, running: dict[int, set[str]]) -> list[str]:
     weights = {block: 1 / len(tests) for block, tests in running.items()}
     least, chosen = LEAST * sum(weights.values()), list[str]()
@@ -56,7 +62,7 @@ def _best(file: str, running: dict[int, set[str]]) -> list[str]:
         gains: defaultdict[str, float] = defaultdict(float)
         for block, tests in running.items():
             for test in tests - {*chosen}:
-                is_own = Path(test).parts[1:-1] == Path(file).parts[1:-1]
+                is_own = Path(test).parts[1:-1] == _folder(file)
                 gains[test] += weights[block] * (OWN_FOLDER if is_own else 1.0)
         best = max(sorted(gains), key=lambda test: gains[test], default="")
         if not gains or gains[best] < least:

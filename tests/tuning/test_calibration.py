@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_compose import __main__ as command_line
-from fsdp_compose.comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from fsdp_compose.core.comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError
 from fsdp_compose.inspect import Operation
 from fsdp_compose.tuning import Curve, Hardware, Level, Workload, calibrate, calibration, hardware_of, write_hardware

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compose.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from fsdp_compose.core.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from fsdp_compose.errors import MisuseError
 from fsdp_compose.inspect import Operation
 from fsdp_compose.tuning import PRESETS, Curve, Device, Level, Network, hardware_of, read_hardware

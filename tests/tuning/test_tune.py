@@ -261,7 +261,7 @@ CODES = [
 
 
 def code_that_makes(setting: Setting, policy: MixedPrecisionPolicy | None = None) -> str:
-    from fsdp_compose.api import modules_to_wrap
+    from fsdp_compose.inspect import modules_to_wrap
     from fsdp_compose.tuning.setting import code_of
 
     model = Net()

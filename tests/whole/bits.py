@@ -25,7 +25,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.distributed.tensor import DTensor
 
-from fsdp_compose.flat.accumulation import UnreducedGradient
+from fsdp_compose.core.flat.accumulation import UnreducedGradient
 from tests.harness import run_distributed
 from tests.programs import Program, runner
 from tests.whole.test_fuzz import _programs, compilable

@@ -11,9 +11,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fsdp_compose.comm import control_exchange
-from fsdp_compose.comm.control_exchange import Carrier, ControlExchange, rounds_of
-from fsdp_compose.comm.store import meet
+from fsdp_compose.core.comm import control_exchange
+from fsdp_compose.core.comm.control_exchange import Carrier, ControlExchange, rounds_of
+from fsdp_compose.core.comm.store import meet
 from tests.comm.test_control_exchange import exchanged
 from tests.harness import end, start_forked
 

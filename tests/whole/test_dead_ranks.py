@@ -19,10 +19,10 @@ import torch.nn as nn
 from fsdp_compose import fully_shard, set_functional_mode
 from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, save
-from fsdp_compose.comm import store as rendezvous
-from fsdp_compose.comm import transport_of
-from fsdp_compose.comm.failure import close_connections
-from fsdp_compose.comm.transport import Label
+from fsdp_compose.core.comm import store as rendezvous
+from fsdp_compose.core.comm import transport_of
+from fsdp_compose.core.comm.failure import close_connections
+from fsdp_compose.core.comm.transport import Label
 from tests.harness import end, start_forked
 
 FULL = StateDictOptions(full_state_dict=True)

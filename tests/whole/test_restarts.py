@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import get_model_state_dict
-from fsdp_compose.comm.control_exchange import control_group
-from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV
+from fsdp_compose.core.comm.control_exchange import control_group
+from fsdp_compose.core.comm.store import DEBUG_ENV, TIMEOUT_ENV
 from tests.harness import ROOT, distributed, end, environment, run_torchrun, start_forked
 from tests.whole.restarted import Trainer, assert_equal, build, draw_death, forget_torch_keys, train_step, trained
 

@@ -1,0 +1,91 @@
+"""Process groups, and everything that travels between ranks. Nothing here knows a parameter or a module.
+
+``mesh`` has the ranks that a group runs on, and ``transport`` spells each collective once. On gloo, ``gloo`` and
+``shared_memory`` replace the backend's own collectives, and ``journal`` numbers what ranks send, so that ranks that
+went different ways learn why they wait. ``control_exchange`` compares a few bytes once per backward. ``store`` has
+everything that goes through the key-value store: it is slow, but bounded in time, and works when collectives hang.
+
+How long a rank waits in a rendezvous: the timeout of the process group, a minute in recovery, and five seconds once a
+collective of the process group has failed, be that before or meanwhile. While it waits it checks every five seconds
+whether gloo's connections to the missing ranks are closed: then they have ended, or given up. On gloo, ``journal``
+finds out whether another rank waits for this one somewhere else.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..._on_demand import on_demand
+from .context import all_kept as all_kept
+from .context import forget_for as forget_for
+from .context import kept_for as kept_for
+from .context import known_for as known_for
+from .control_exchange import Carrier as Carrier
+from .control_exchange import ControlExchange as ControlExchange
+from .control_exchange import maximum_of_all_ranks as maximum_of_all_ranks
+from .failure import all_reduce as all_reduce
+from .failure import class_of_failure as class_of_failure
+from .failure import failure_of as failure_of
+from .failure import give_up as give_up
+from .mesh import DataParallelMesh as DataParallelMesh
+from .mesh import check_mesh as check_mesh
+from .mesh import data_parallel_mesh as data_parallel_mesh
+from .mesh import default_mesh as default_mesh
+from .mesh import device_of_mesh as device_of_mesh
+from .mesh import joined_mesh as joined_mesh
+from .mesh import mesh_of_this_rank as mesh_of_this_rank
+from .mesh import replicated_mesh as replicated_mesh
+from .mesh import stay_on_cpu as stay_on_cpu
+from .mesh import transport_of as transport_of
+from .store import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
+from .store import first_difference as first_difference
+from .store import is_on as is_on
+from .store import known_namespace as known_namespace
+from .store import last_of_every_rank as last_of_every_rank
+from .store import meet as meet
+from .store import note as note
+from .transport import ALL_GATHER as ALL_GATHER
+from .transport import ALL_REDUCE as ALL_REDUCE
+from .transport import ALL_TO_ALL as ALL_TO_ALL
+from .transport import GATHER as GATHER
+from .transport import IN_GROUP as IN_GROUP
+from .transport import REDUCE_SCATTER as REDUCE_SCATTER
+from .transport import Collective as Collective
+from .transport import CollectiveNotes as CollectiveNotes
+from .transport import Label as Label
+from .transport import Names as Names
+from .transport import Recorder as Recorder
+from .transport import Replicas as Replicas
+from .transport import Transport as Transport
+from .transport import TransportRole as TransportRole
+from .transport import TransportWrapper as TransportWrapper
+from .transport import Work as Work
+from .transport import as_transferable as as_transferable
+from .transport import device_for as device_for
+from .transport import is_capturing as is_capturing
+from .transport import streams_of as streams_of
+
+if TYPE_CHECKING:
+    from .gloo import Messages as Messages
+    from .journal import Journal as Journal
+    from .journal import known_journal as known_journal
+    from .journal import loss as loss
+    from .journal import noticing_loss as noticing_loss
+    from .journal import take_back_failure as take_back_failure
+    from .journal import tell_failure as tell_failure
+    from .replicas import ReplicaTransport as ReplicaTransport
+    from .replicas import agree_between as agree_between
+    from .wire import Bfloat16 as Bfloat16
+    from .wire import Int8 as Int8
+    from .wire import Wire as Wire
+    from .wire import WireFormat as WireFormat
+    from .wire import finish_with as finish_with
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "gloo": "Messages",
+            "journal": "Journal known_journal loss noticing_loss take_back_failure tell_failure",
+            "replicas": "ReplicaTransport agree_between",
+            "shared_memory": "",
+            "wire": "Bfloat16 Int8 Wire WireFormat finish_with",
+        },
+    )

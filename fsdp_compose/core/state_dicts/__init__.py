@@ -1,0 +1,61 @@
+"""State dicts for any parallelism under canonical names.
+
+The names, arguments and meaning of ``torch.distributed.checkpoint.state_dict``; see docs/checkpoints.md.
+
+Loading has four steps. All ranks meet, so that none waits for one that is not there. Each rank plans by itself and
+changes nothing: what goes where, what is missing, what does not fit. They meet again and compare plans, so the verdict
+is the same everywhere. Only then are values moved into the layout they are needed in, and ``load_state_dict()`` of the
+module and of the optimizers gets them. So users' hooks see ordinary calls, and a rank that dies on the way leaves the
+others unchanged. Since hooks may raise on one rank only, ranks meet after the module, before an optimizer is changed,
+and at the end. The price is memory for this rank's share of what is moved.
+
+``torch.distributed.checkpoint`` loads into tensors that exist, and an optimizer that has not stepped has none. So a
+stand-in of it steps on a tiny tensor (``optimizer_init``).
+"""
+
+from .agreement import agree as agree
+from .agreement import ask_all as ask_all
+from .agreement import attempt as attempt
+from .agreement import attempt_together as attempt_together
+from .agreement import group_of as group_of
+from .agreement import has_peers as has_peers
+from .agreement import is_first as is_first
+from .agreement import list_problems as list_problems
+from .agreement import problem_text as problem_text
+from .agreement import refuse_lost_ranks as refuse_lost_ranks
+from .agreement import tell_and_compare as tell_and_compare
+from .fqns import ModelNames as ModelNames
+from .gathering import digests_of as digests_of
+from .gathering import empty_on as empty_on
+from .gathering import gather_values as gather_values
+from .gathering import says_what_it_holds as says_what_it_holds
+from .model_state import ModelPlan as ModelPlan
+from .model_state import StateDictOptions as StateDictOptions
+from .model_state import as_options as as_options
+from .model_state import commit_model as commit_model
+from .model_state import entries_of as entries_of
+from .model_state import plan_model as plan_model
+from .optimizer_init import PlaceState as PlaceState
+from .optimizer_init import StateKind as StateKind
+from .optimizer_init import pending_state as pending_state
+from .optimizer_load import state_placer as state_placer
+from .optimizer_state import GROUPS as GROUPS
+from .optimizer_state import PARAMS as PARAMS
+from .optimizer_state import STATE as STATE
+from .optimizer_state import Optimizers as Optimizers
+from .optimizer_state import is_flattened as is_flattened
+from .optimizer_state import is_shared_name as is_shared_name
+from .optimizer_state import listed as listed
+from .optimizer_state import longest_prefix as longest_prefix
+from .resharding import Described as Described
+from .resharding import Target as Target
+from .resharding import shard_whole as shard_whole
+from .state_dict import get_model_state_dict as get_model_state_dict
+from .state_dict import get_optimizer_state_dict as get_optimizer_state_dict
+from .state_dict import get_state_dict as get_state_dict
+from .state_dict import load_into as load_into
+from .state_dict import patch_model_state_dict as patch_model_state_dict
+from .state_dict import patch_optimizer_state_dict as patch_optimizer_state_dict
+from .state_dict import set_model_state_dict as set_model_state_dict
+from .state_dict import set_optimizer_state_dict as set_optimizer_state_dict
+from .state_dict import set_state_dict as set_state_dict

@@ -1,0 +1,91 @@
+"""The loaders of transformers and peft: which part of a whole tensor this rank gets.
+
+They assume equal chunks, and both ask transformers' class ``DtensorShardOperation`` (checked with transformers 5.23 and
+peft 0.21). ``fully_shard`` changes its methods, for our placements alone, if the class is imported by then: what has
+made the model's layers or adapters has imported it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from .ragged import RaggedShard
+
+MODULE, _CLASS = "transformers.distributed.sharding_utils", "DtensorShardOperation"
+
+
+def extend_transformers_loader() -> None:
+    """Make transformers' loader ask our placements, if it is imported and does not yet. Local."""
+    # Nothing needs it if it is not imported: what made the model's layers or adapters would have imported it.
+    loader = getattr(sys.modules.get(MODULE), _CLASS, None)
+    if loader is not None and "_fsdp_compose_extended" not in vars(loader):
+        loader._fsdp_compose_extended = True
+        _extend(loader)
+
+
+def _extend(loader: Any) -> None:
+    stock_init, stock_shard_tensor = loader.__init__, loader.shard_tensor
+
+    @functools.wraps(stock_init)
+    def init(self: Any, param: DTensor) -> None:
+        self._fsdp_compose_num_stacked = param.shape[0] if param.ndim else 1
+        is_box = param.ndim > 0 and not any(isinstance(item, RaggedShard) and item.flat for item in param.placements)
+        if is_box or not _ragged_dims(param.placements):
+            stock_init(self, param)
+        else:
+            self.device_mesh, self.placements, self.param_ndim = param.device_mesh, tuple(param.placements), param.ndim
+
+    @functools.wraps(stock_shard_tensor)
+    def shard_tensor(
+        self: Any, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
+        """Return this rank's part of ``source``, a tensor or a slice of a file. With ``tensor_idx``, ``source`` is one
+        index of dim 0 of the parameter, and the result is ``None`` if this rank has no part of it.
+
+        Raises:
+            NotImplementedError: ``source`` is one index of a parameter that is sharded between elements.
+        """
+
+        def stock() -> torch.Tensor | None:
+            result: torch.Tensor | None = stock_shard_tensor(self, source, tensor_idx, device=device, dtype=dtype)
+            return result
+
+        found = _ragged_dims(self.placements)
+        if not found:
+            return stock()
+        placement, num_stacked, before = self.placements[found[0]], self._fsdp_compose_num_stacked, self.placements
+        start, stop = placement.unit_range(self.device_mesh.get_local_rank(found[0]))
+        num_dims = len(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+        is_one_of_stack = num_dims == self.param_ndim - 1
+        # transformers reads the experts of a stacked parameter one by one.
+        if tensor_idx is not None and is_one_of_stack:
+            if placement.flat:
+                raise NotImplementedError(
+                    f"{placement!r} shards a parameter of {num_stacked} stacked tensors between elements, but the "
+                    "checkpoint stores the tensors one by one: shard it by rows, or load the model before fully_shard()"
+                )
+            if not start <= tensor_idx % num_stacked < stop:
+                return None
+        elif num_dims and not placement.flat and all(isinstance(item, (RaggedShard, Replicate)) for item in before):
+            return source[start:stop].to(device=device, dtype=dtype)
+        # The stock code cuts what other placements cut; our part of that is cut below.
+        self.placements = tuple(Replicate() if isinstance(item, RaggedShard) else item for item in before)
+        try:
+            part = stock()
+        finally:
+            self.placements = before
+        assert part is not None, "the others leave a part of everything"
+        if is_one_of_stack:
+            return part
+        return part[start:stop] if part.dim() and not placement.flat else part.reshape(-1)[start:stop]
+
+    loader.__init__, loader.shard_tensor = init, shard_tensor
+
+
+def _ragged_dims(placements: Any) -> list[int]:
+    return [dim for dim, item in enumerate(placements) if isinstance(item, RaggedShard)]
