@@ -501,7 +501,7 @@ fully_shard.state = get_state  # type: ignore[attr-defined]
 #
 # A replicated group is a group on a mesh (replicate, shard) with one rank in its second dimension. Its flat parameters
 # have a single shard, which every rank holds, so there is nothing to gather or scatter. Its flat parameters are
-# *buckets*: a bucket's gradients are averaged as soon as backward has computed all of them (``runtime/backward``).
+# *buckets*: a bucket's gradients are averaged as soon as backward has computed all of them (``runtime/buckets``).
 
 
 @checked()

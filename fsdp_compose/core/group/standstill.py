@@ -40,7 +40,7 @@ POSITION_MARK = "fsdp_compose position: "  # before the JSON
 _LOOKS = 6  # checks within that time
 
 _logger = logging.getLogger("fsdp_compose")
-_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _COMPILERS = {f"{_TORCH}{name}" for name in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")}
 _Seen = tuple[tuple[int, int], float, bool]  # what was issued, since when nothing was, whether that was logged

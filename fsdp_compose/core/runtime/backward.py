@@ -1,22 +1,19 @@
 """A backward of a root, from its first hook to its end, where ranks exchange what they did and publish gradients.
 
-Autograd calls this through the hooks of a use. A replicated group's buckets, averaged in backward, are here too."""
+Autograd calls this through the hooks of a use."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils.hooks import RemovableHandle
 
 from ..._torch import in_compiled_autograd, queue_end_of_backward
 from ...errors import MisuseRuntimeError
-from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
+from ..flat import follow_profiler
 from ..group import (
     END_OF_BACKWARD,
     Backward,
@@ -32,7 +29,6 @@ from .group_ops import (
     follow_requires_grad_writes_before_backward,
     hide_shown,
     reduce,
-    reduce_early,
     stays_unsharded,
     way_to_functional_mode,
 )
@@ -158,10 +154,28 @@ def _give_up_backward(root: Root, backward: Backward) -> None:
 def finish_backward(root: Root, is_inside: bool = False) -> None:
     """Reduce the remaining groups, agree with the other ranks, and publish the gradients. ``is_inside``: the backward
     ran inside a forward of the root, which may have just ended."""
-    states, backward, scheduler = root.live_states(), root.backward, root.scheduler
+    states, backward = root.live_states(), root.backward
     assert backward is not None
     # ... or inside a recomputation.
     is_inside = is_inside or root.forward.depth > 0 or any([state.progress.running_forwards for state in states])
+    _reduce_rest(root, states, is_inside)
+    # Gradients are published only after this. ``None`` must mean the same on every rank, and only the exchange tells
+    # who has a gradient. It is also the last moment at which a difference between ranks can keep a wrong gradient from
+    # an optimizer.
+    _exchange(root, states, root.detector)
+    _publish(root, states, is_inside)
+    root.end_backward()
+    try:
+        for call in backward.after_publication:
+            call()
+    except BaseException:  # from a user's hook; the remaining calls are skipped
+        root.fail_backward(backward)
+        raise
+
+
+def _reduce_rest(root: Root, states: list[_FSDPState], is_inside: bool) -> None:
+    """Start the reductions that are due and that no hook has started, in the order of backward."""
+    scheduler = root.scheduler
     for state in reversed(states):
         progress, past = state.backward, state.persistent
         if progress.is_reduced and not progress.active_uses:
@@ -183,11 +197,12 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     scheduler.end_backward(root)
     hide_shown(root)
     _bring_captured(root, states)
-    # Gradients are published only after this. ``None`` must mean the same on every rank, and only the exchange tells
-    # who has a gradient. It is also the last moment at which a difference between ranks can keep a wrong gradient from
-    # an optimizer.
-    detector = root.detector
-    _exchange(root, states, detector)
+
+
+def _publish(root: Root, states: list[_FSDPState], is_inside: bool) -> None:
+    """Show the gradients, free what is still gathered, and forget this backward of each group."""
+    detector, backward = root.detector, root.backward
+    assert backward is not None
     # If a user's hook raises, some gradients are published already, different ones on each rank.
     backward.has_added = True
     has_others = detector is None or detector.has_grads()
@@ -214,13 +229,6 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
             state.backward = BackwardState()
         elif progress.is_reduced:
             state.backward = BackwardState()
-    root.end_backward()
-    try:
-        for call in backward.after_publication:
-            call()
-    except BaseException:  # from a user's hook; the remaining calls are skipped
-        root.fail_backward(backward)
-        raise
 
 
 def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
@@ -330,99 +338,3 @@ def _lateness(state: _FSDPState) -> int:
         if handle.unsharded.has_grad() or handle.pending_gradients.outside:
             late = max(late, _LATE if handle.pending_gradients.is_trainable else _LATE_THOUGH_FROZEN)
     return late
-
-
-# ---- The buckets of a replicated group: averaged as soon as all their gradients have arrived
-#
-# In each bucket one parameter has a hook: the one whose gradient arrived last, which then finds the bucket complete.
-# While that parameter is not known, or if another one turns out to be last, all parameters have hooks. Large parameters
-# always have one, which copies their gradient to the bucket at once. Buckets are averaged in a fixed order, from the
-# last parameters to the first: a complete bucket waits for those before it. Buckets that are still incomplete when the
-# group's backward is done (this rank has not used a parameter) are averaged then, like any other group.
-#
-# Note [Only buckets]. When a bucket is complete depends on which parameters a rank has used, so it may differ between
-# ranks. Other collectives on the process group would then interleave with buckets differently on each rank. So buckets
-# are averaged early only if there are no others: no other group of the root has parameters, and no other model has a
-# backward to come.
-
-
-def watch_buckets(state: _FSDPState) -> None:
-    """Hook the unsharded parameters of a replicated group, to notice when its buckets are complete."""
-    if state.options.bucket_bytes is None or state.mesh.replicate_group is None or state.persistent.has_bucket_hooks:
-        return
-    state.persistent.has_bucket_hooks = True
-    for handle in state._handles:
-        _Bucket(state, handle).listen_to_all()
-
-
-class _Bucket:
-    """The hooks of one bucket. The hooks keep this object alive."""
-
-    __slots__ = ("_handle", "_last", "_removable", "_state")
-
-    def __init__(self, state: _FSDPState, handle: FlatParamHandle) -> None:
-        self._state, self._handle = weakref.ref(state), weakref.ref(handle)
-        self._removable: list[RemovableHandle] = []
-        self._last: int | None = None  # the parameter whose gradient comes last, if known
-
-    def listen_to_all(self) -> None:
-        handle = self._handle()
-        if handle is not None:
-            self._listen(handle.unsharded.params, range(len(handle.unsharded.params)))
-            self._last = None
-
-    def _listen(self, params: Sequence[nn.Parameter], indexes: Iterable[int]) -> None:
-        """Put hooks on these parameters and on large ones, and remove all others."""
-        for item in self._removable:
-            item.remove()
-        large = [i for i, param in enumerate(params) if param.numel() * param.element_size() >= LARGE_BYTES]
-        hooks = [(params[i], partial(_note, self, i)) for i in {*indexes, *large} if params[i].requires_grad]
-        self._removable = [param.register_post_accumulate_grad_hook(hook) for param, hook in hooks]
-
-    def arrived(self, index: int) -> None:
-        """Called when the gradient of a hooked parameter has arrived."""
-        state, handle = self._state(), self._handle()
-        if state is None or handle is None or state.root is None:
-            return
-        params, progress, options = handle.unsharded.params, state.backward, state.options
-        is_running = state.root.backward is not None and progress.was_reached and not progress.is_reduced
-        if not (is_running and options.requires_gradient_sync and options.requires_all_reduce):
-            return
-        if params[index].numel() * params[index].element_size() >= LARGE_BYTES:
-            place(handle, index)
-        if self._last not in (None, index):
-            return
-        if _is_complete(handle):
-            if self._last is None:
-                self._listen(params, (index,))
-                self._last = index
-            # A backward that comes back to a use (a hook that calls autograd.grad()) brings more gradients.
-            if not progress.is_iterated:
-                _reduce_complete(state.root, state)
-        elif self._last is not None:
-            self.listen_to_all()
-
-
-@never_traced
-def _note(bucket: _Bucket, index: int, _param: torch.Tensor) -> None:
-    bucket.arrived(index)
-
-
-def _is_complete(handle: FlatParamHandle) -> bool:
-    """Whether all gradients that can arrive have arrived."""
-    params, placed = handle.unsharded.params, handle.pending_gradients.placed
-    for i, param in enumerate(params):
-        if param.grad is None and i not in placed and param.requires_grad:
-            return False
-    return True
-
-
-def _reduce_complete(root: Root, state: _FSDPState) -> None:
-    """Average complete buckets, up to the first incomplete one."""
-    backward, progress = root.backward, state.backward
-    assert backward is not None
-    if backward.has_only_buckets is None:  # see Note [Only buckets]
-        backward.has_only_buckets = root.has_one_group() and not root.order.has_others_in_backward(root)
-    handles = state._handles
-    while backward.has_only_buckets and progress.num_early < len(handles) and _is_complete(handles[progress.num_early]):
-        reduce_early(root, state)

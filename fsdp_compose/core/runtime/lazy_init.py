@@ -66,7 +66,6 @@ from ..group import (
     unsharded_tensors,
     widest_mesh,
 )
-from .backward import watch_buckets
 from .group_ops import FIXED_ORDER, follow_requires_grad
 from .untracked_writes import checksum
 
@@ -461,7 +460,14 @@ def _reflatten(root: Root, state: _FSDPState) -> None:
     state.apply_options()
     state.swap.rebuild()
     state.persistent.have_new_parameters()
-    watch_buckets(state)
+    _watch_buckets(state)
+
+
+def _watch_buckets(state: _FSDPState) -> None:
+    if state.options.bucket_bytes is not None:
+        from .buckets import watch_buckets
+
+        watch_buckets(state)
 
 
 # ---- Setting up a root
@@ -604,7 +610,7 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     if mesh.has_peers:
         compare_replicas(mesh, [item for item in states if item.root is None])
     for item in states:
-        watch_buckets(item)
+        _watch_buckets(item)
         item.swap.note_children()
         item.attach_root(root, keeps_awaiting=len(roots) > 1)
     return root

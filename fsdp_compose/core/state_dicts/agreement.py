@@ -19,7 +19,7 @@ from ..comm import first_difference, meet
 from ..optimizers import leaves_of
 from .fqns import ModelNames
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _T = TypeVar("_T")
 
 _MAX_LINES = 20  # of problems that an error lists
