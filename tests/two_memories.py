@@ -38,8 +38,8 @@ from tests.internals import import_all
 import_all()
 
 _MAKERS = [
-    sys.modules[f"fsdp_compose.{name}"]
-    for name in ("flat.shard_storage", "api.model_offload", "api.checkpointed_inputs", "optim.state_offload")
+    sys.modules[f"fsdp_compose.core.{name}"]
+    for name in ("flat.shard_storage", "model_offload", "checkpointed_inputs", "optimizers.state_offload")
 ]
 IN, OUT = "host to device", "device to host"
 _COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy"}

@@ -11,7 +11,8 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import RanksDifferError, api, drop_in, replicate
+from fsdp_compose import RanksDifferError, drop_in, replicate
+from fsdp_compose.core import fill_unused
 from tests.harness import distributed
 
 needs_fsdp2 = pytest.mark.skipif(
@@ -93,7 +94,7 @@ def test_parameters_that_stay_whole_get_zeros_too():
     grads = []
     for fills_unused in (False, True):
         model = replicate(Part())
-        api.fill_unused(model, fills_unused)
+        fill_unused(model, fills_unused)
         for _ in range(2):
             model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
         grads.append([None if param.grad is None else param.grad.full_tensor() for param in model.parameters()])
