@@ -246,8 +246,10 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
             )
     if annotated:
         from ..flat import refuse_gaps
+        from ..runtime import pause_type_checks
 
         refuse_gaps(annotated)
+        pause_type_checks()
     devices = {item.parameter.device.type == "meta" for item in managed}
     if len(devices) > 1:
         on_meta = next(item.fqn for item in managed if item.parameter.device.type == "meta")
