@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from .._arguments import checked, size_of
@@ -232,10 +231,10 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
 
             refuse_placement(item.fqn, param, mesh)
         elif spec is not None:
-            how = "already a DTensor, placed" if isinstance(param, DTensor) else "annotated by spmd_types as"
             raise MisuseError(
-                f"replicate(): the parameter {item.fqn} is {how} {list(spec.placements)} on {spec.mesh}: call "
-                "fully_shard() with a (replicate, shard) submesh of the same mesh whose second dimension has one rank"
+                f"replicate(): the parameter {item.fqn} is already a DTensor, placed {list(spec.placements)} on "
+                f"{spec.mesh}: call fully_shard() with a (replicate, shard) submesh of the same mesh whose second "
+                "dimension has one rank"
             )
         else:
             check_class(param, item.fqn, is_gathered=caller == "fully_shard")

@@ -36,7 +36,6 @@ from .events import begin as begin
 from .events import follow_profiler as follow_profiler
 from .events import listen as listen
 from .events import stop_listening as stop_listening
-from .events import surround as surround
 from .events import watched as watched
 from .flat_param import FlatParamHandle as FlatParamHandle
 from .flat_param import Owner as Owner

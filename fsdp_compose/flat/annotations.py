@@ -43,7 +43,7 @@ def read(param: torch.Tensor, fqn: str, mesh: DeviceMesh, data_dims: Collection[
     Raises:
         ValueError: it has a type that sharding cannot keep, or does not say enough, or too much.
     """
-    types, what = sys.modules["spmd_types"], f"fully_shard(): the parameter {fqn} is annotated by spmd_types"
+    types, what = sys.modules["spmd_types"], f"the parameter {fqn} is annotated by spmd_types"
     names, whole = mesh.mesh_dim_names or (), mesh if data_dims is not None else root_mesh(mesh)
     ours = [dim for dim in range(mesh.ndim) if data_dims is None or names[dim] in data_dims]
     data_axes = [types.MeshAxis.of(mesh.get_group(dim)) for dim in ours]
@@ -61,7 +61,7 @@ def read(param: torch.Tensor, fqn: str, mesh: DeviceMesh, data_dims: Collection[
         if axis <= data and kind is not types.R:
             raise MisuseError(
                 f"{what} as {called}, which is data-parallel: annotate it as R there, or leave that out. "
-                "fully_shard() reduces its gradient over these ranks"
+                "Its gradient is reduced over these ranks"
             )
         if dim is None and not axis <= data:
             raise MisuseError(
@@ -132,6 +132,6 @@ def refuse_gaps(found: Mapping[str, Annotation]) -> None:
     for fqn, names in on.items():
         if names != on[most]:
             raise MisuseError(
-                f"fully_shard(): the parameter {fqn} is annotated by spmd_types, but not on "
+                f"the parameter {fqn} is annotated by spmd_types, but not on "
                 f"{', '.join(sorted(on[most] - names))}, as {most} of the same group is: {_REMEDY}"
             )

@@ -90,14 +90,6 @@ class _Watched:
         setattr(self._owner, self._name, self._watched if is_watched else self._plain)
 
 
-def surround(owner: type, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``around`` around the watched method ``name`` of a class, for good."""
-    for method in _methods:
-        if (method._owner, method._name) == (owner, name):
-            method._plain, method._watched = around(method._plain), around(method._watched)
-            method.choose(bool(_listeners))
-
-
 def _choose() -> None:
     for method in _methods:
         method.choose(bool(_listeners))

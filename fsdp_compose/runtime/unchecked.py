@@ -1,36 +1,29 @@
-"""The hooks of groups while spmd_types checks the types of a program's tensors.
+"""The hooks of forward while spmd_types checks the types of a program's tensors.
 
-The checker sees each operation of a thread. Those of this package are not the program's: its buffers have no types, and
-what it does with them is not what the types would allow. So the checks pause in its hooks, and what a hook gives back
-for a tensor (an alias, a cast) has the types of that tensor. Nobody else pays for it: ``pause_type_checks`` puts this
-around the hooks when the first annotated parameter is sharded."""
+The checker sees each operation of forward. Those of this package are not the program's: its buffers have no types. So
+the checks pause in its hooks, and what a hook gives back for a tensor (an alias, a cast) has the types of that tensor.
+In backward there is nothing to do: a function mode, as the checker is, does not see what runs there.
+
+Nobody else pays for it: ``pause_type_checks`` is called when the first annotated parameter is sharded."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import cache, wraps
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from ..flat import surround
-from ..group import never_traced, traced_inside_others
+from ..group import traced_inside_others
 from . import hooks
-from .backward import _EndOfBackward
-from .default_mode import DefaultUse
 from .inputs_outputs import map_tensors
 
 _is_captured = torch.compiler.is_dynamo_compiling
 
 
-@cache
 def pause_type_checks() -> None:
-    """Let spmd_types check nothing in the hooks of groups that are made from now on. Acts once."""
+    """Let spmd_types check nothing in the hooks of groups that are made from now on."""
     hooks.registered[:] = pre_forward, post_forward
-    for owner, name in ((DefaultUse, "pre_backward"), (DefaultUse, "post_backward"), (_EndOfBackward, "__call__")):
-        surround(owner, name, _unchecked)
 
 
 @traced_inside_others
@@ -52,16 +45,6 @@ def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         if replaced is not None:
             _keep_types(output, replaced)
     return replaced
-
-
-def _unchecked(method: Callable[..., Any]) -> Callable[..., Any]:
-    @never_traced
-    @wraps(method)
-    def call(*args: Any) -> Any:
-        with _types().no_typecheck():
-            return method(*args)
-
-    return call
 
 
 def _types() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -231,8 +231,8 @@ def test_with_bf16_the_bits_are_those_without_annotations():
     annotate(nets[0], lambda name: {axes[0]: types.R})
     x = inputs(4, torch.float32)[dist.get_rank()]
     for net in nets:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-        for module in (net.up, net):
+        for module, dtype in ((net.up, None), (net, torch.float32)):
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=dtype)
             fsdp_compose.fully_shard(module, mesh=mesh, mp_policy=policy)
     backward(nets[0], x, {axes[0]: types.V})
     nets[1](x).square().sum().backward()
@@ -253,7 +253,7 @@ def test_the_optimizer_clips_and_steps_under_the_checker_and_copies_keep_types()
         backward(net, inputs(2)[dist.get_rank()], {dp: types.V})
         true_gradients(truth, 2)
         for model, optimizer in zip((net, truth), optimizers, strict=True):
-            with checked([dp]):
+            with checked([dp]) if model is net else nullcontext():
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -270,9 +270,9 @@ def test_the_optimizer_clips_and_steps_under_the_checker_and_copies_keep_types()
     net.to(torch.float32)
     net(x.float())
     assert {of[dp] for _, of in net.seen.values()} == {types.R}
-    with checked([dp]):  # not Tensor.backward(), which the checker does not look into
+    with checked([dp]):
         torch.autograd.backward(
-            [types.assert_type(net(types.assert_type(x.float(), {dp: types.V})).sum(), {dp: types.P})]
+            [types.assert_type(net(types.assert_type(x.float(), {dp: types.V})).sum(), {dp: types.V})]
         )
     assert all(param.grad is not None for param in net.parameters())
 
@@ -387,7 +387,8 @@ class Block(nn.Module):
         return self.exchange(out).view(4, rows, DIM)
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        return types.all_to_all(x, self.ep, src=types.V, dst=types.V)
+        sizes = [len(x) // 2] * 2
+        return types.all_to_all(x, self.ep, src=types.V, dst=types.V, output_split_sizes=sizes, input_split_sizes=sizes)
 
 
 @pytest.mark.skipif(TORCH < (2, 15), reason="ShardPlacementResult of torch < 2.15 names no whole mesh")
@@ -530,9 +531,9 @@ def test_what_an_annotation_leaves_out_or_has_too_much_is_refused_by_name():
         both = types.MeshAxis.of(mesh["ep", "tp"]._flatten().get_group())
         refuse("own", "which is no dimension of .*dp_mesh_dims", weight=[{both: types.R}])
         order = {dp: types.R}, types.PartitionSpec((tp, ep), None)
-        refuse("own", "in another order than that of the dimensions", weight=order, bias=[{dp: types.R}])
+        refuse("own", "in another order than that of", weight=order, bias=[{dp: types.R}])
         with pytest.raises(
-            ValueError, match=r"replicate\(\): the parameter weight is annotated by spmd_types as \[Shard"
+            ValueError, match=r"weight is annotated by spmd_types as S\(0\) on .*, which is no dimension of"
         ):
             net = nn.Linear(4, 4, bias=False)
             types.assert_type(net.weight, {dp: types.R, tp: types.S(0)})
