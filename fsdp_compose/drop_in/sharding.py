@@ -317,7 +317,7 @@ class _Home:
 
 def _home_of(wanted: Any, mesh: DeviceMesh) -> _Home:
     info = getattr(wanted, "mesh_info", None)
-    dims, whole = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)  # torch 2.14
+    dims, whole = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)  # torch 2.15
     annotated_on = None if dims is None or whole is None else (whole, _names(dims))
     is_whole = isinstance(getattr(wanted, "placement", wanted), Replicate)
     return _Home(mesh if info is None else info.mesh, is_whole, annotated_on)
