@@ -117,7 +117,8 @@ def fully_shard(
         dp_mesh_dims: names of the data-parallel dimensions of ``mesh``. Parameters must be DTensors on ``mesh``,
             replicated over these dimensions; inside forward they are so again. Whatever autograd leaves on these
             dimensions, a sum's terms or whole gradients, is divided by their size and summed: a loss that is a mean
-            over all ranks, itself a DTensor, needs ``set_gradient_divide_factor(1.0)``.
+            over all ranks, itself a DTensor, needs ``set_gradient_divide_factor(1.0)``. Or the package spmd_types must
+            have annotated them on all other dimensions of ``mesh``; inside forward they are plain, with their types.
 
     Returns:
         ``module``; it, or each module of the list, is then an ``FSDPModule``.
