@@ -30,7 +30,7 @@ from fsdp_compose import (
     set_requires_gradient_sync,
     summon_full_params,
 )
-from fsdp_compose.checkpoint import get_model_state_dict, get_state_dict, set_state_dict
+from fsdp_compose.checkpoint import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 from fsdp_compose.group.registry import get_state
 from tests.harness import TORCH, distributed, fake_process_group, lasting_mesh
 from tests.test_architecture import output_of
@@ -313,7 +313,8 @@ def test_compiled_blocks():
 
 def split(net: Net, mesh: DeviceMesh, by_sequence: bool) -> tuple[Any, Any]:
     """Annotate ``net``, of which this rank keeps its part; returns the axes."""
-    dp, tp = axis(mesh, "dp_shard"), axis(mesh, "tp")
+    dp = axis(mesh, "dp_replicate" if mesh.ndim == 3 else "dp_shard")  # of three dimensions, one has one rank
+    tp = axis(mesh, "tp")
     rank, half = mesh.get_local_rank("tp"), HIDDEN // 2
     own = slice(rank * half, rank * half + half)
     net.up.weight = nn.Parameter(net.up.weight.detach()[own].clone())
@@ -328,23 +329,38 @@ def split(net: Net, mesh: DeviceMesh, by_sequence: bool) -> tuple[Any, Any]:
 
 
 def part_of_input(x: torch.Tensor, mesh: DeviceMesh, by_sequence: bool) -> torch.Tensor:
-    x = x[mesh.get_local_rank("dp_shard")]
+    x = x[mesh.get_local_rank(mesh.mesh_dim_names[0])]
     return x.chunk(2, 1)[mesh.get_local_rank("tp")].clone() if by_sequence else x
 
 
-@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(reduce_dtype=torch.float64)], ids=["plain", "policy"])
+MODES = ("plain", "policy", "accumulated", "offloaded", "recomputed", "hybrid")
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("system", ["own", "drop_in", FSDP2])
 @pytest.mark.parametrize("by_sequence", [False, True], ids=["tensor", "sequence"])
 @distributed(world_size=4)
-def test_tensor_and_sequence_parallelism(by_sequence, system, policy):
-    mesh = lasting_mesh(("dp_shard", "tp"))
+def test_tensor_and_sequence_parallelism(by_sequence, system, mode):
+    mesh, dims = lasting_mesh(("dp_shard", "tp")), DataParallelMeshDims(shard="dp_shard")
+    if mode == "hybrid":
+        mesh = lasting_mesh(("dp_replicate", "dp_shard", "tp"), (2, 1, 2))
+        dims = DataParallelMeshDims(shard="dp_shard", replicate="dp_replicate")
     truth, net = build(), build()
+    net.recomputes = mode == "recomputed"
     dp, tp = split(net, mesh, by_sequence)
-    options = {} if policy is None else {"mp_policy": policy}
-    if system == "fsdp2" and policy is not None:
-        options = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float64)}
-    shard(system, [net.up, net], mesh, DataParallelMeshDims(shard="dp_shard"), **options)
-    for _ in range(2):  # the second one is added to the first
+    options: dict[str, Any] = {}
+    if mode == "policy":
+        policies = fsdp if system == "fsdp2" else fsdp_compose
+        options["mp_policy"] = policies.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    if mode == "offloaded":
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
+    shard(system, [net.up, net], mesh, dims, **options)
+    for i in range(2):  # the second one is added to the first
+        is_reduced = mode != "accumulated" or i == 1
+        if system == "own":
+            set_requires_gradient_sync(net, is_reduced)
+        else:
+            net.set_requires_gradient_sync(is_reduced)
         of_x = {dp: types.V, tp: types.V if by_sequence else types.R}
         backward(net, part_of_input(inputs(2), mesh, by_sequence), of_x)
         true_gradients(truth, 2)
@@ -354,10 +370,16 @@ def test_tensor_and_sequence_parallelism(by_sequence, system, policy):
     assert net.seen["head.weight"][1][tp] is (types.R if by_sequence else types.I)
     if system != "fsdp2":
         assert net.up.weight.shape == (HIDDEN, DIM) and net.up.weight.placements[-1] == Shard(0)
-        with pytest.raises(NotImplementedError, match="annotated by spmd_types on other dimensions, too"):
-            net.up.weight.grad = None
-            set_functional_mode(net)
-            net(part_of_input(inputs(2), mesh, by_sequence))
+
+
+@distributed(world_size=4)
+def test_functional_mode_refuses_what_is_annotated_beside_data_parallelism():
+    mesh, net = lasting_mesh(("dp_shard", "tp")), build()
+    split(net, mesh, False)
+    shard("own", [net], mesh, DataParallelMeshDims(shard="dp_shard"))
+    set_functional_mode(net)
+    with pytest.raises(NotImplementedError, match="annotated by spmd_types on other dimensions, too"):
+        net(part_of_input(inputs(2), mesh, False))
 
 
 class Experts(nn.Module):
@@ -470,6 +492,28 @@ def test_checkpoints_are_those_of_the_model_without_annotations(system, tmp_path
     split_net.seen.clear()
     split_net(part_of_input(inputs(2), mesh, False))
     assert split_net.seen["up.weight"][1] == {axes[0]: types.R, axes[1]: types.V}
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["1-D", "tensor"])
+@distributed(world_size=4)
+def test_a_model_on_the_meta_device_keeps_its_types(is_split):
+    mesh = lasting_mesh(("dp_shard", "tp")) if is_split else lasting_mesh(("dp_shard",), (4,))
+    truth, axes = build(), (axis(mesh, "dp_shard"),)
+    with torch.device("meta"):
+        net = Net().double()
+        if is_split:
+            axes = split(net, mesh, False)
+        else:
+            annotate(net, lambda name: {axes[0]: types.R})
+    shard("drop_in", [net.up, net], mesh, DataParallelMeshDims(shard="dp_shard"))
+    net.to_empty(device="cpu")
+    whole_values = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(net, truth.state_dict(), options=whole_values)
+    x = inputs(4)[dist.get_rank() if not is_split else mesh.get_local_rank("dp_shard")]
+    torch.testing.assert_close(net(x), truth(x), rtol=0, atol=1e-12)
+    assert net.seen["norm.weight"] == (nn.Parameter, dict.fromkeys(axes, types.R))
+    for name, value in get_model_state_dict(net, options=whole_values).items():
+        assert torch.equal(value, truth.state_dict()[name]), name
 
 
 # ---- What cannot be sharded
