@@ -99,7 +99,7 @@ _REMEDY = "annotate it there too, as R if each rank has a term of its gradient, 
 
 
 def _name(mesh: DeviceMesh, dim: int) -> str:
-    return (mesh.mesh_dim_names or ())[dim]
+    return f"dimension {dim}" if mesh.mesh_dim_names is None else mesh.mesh_dim_names[dim]
 
 
 def _with_data_axes(param: torch.Tensor, found: Mapping[Any, Any], axes: Iterable[Any], data: Any) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from fsdp_compose import (
     register_forward_method,
     replicate,
     set_functional_mode,
+    set_gradient_divide_factor,
     set_requires_gradient_sync,
     summon_full_params,
 )
@@ -296,6 +297,23 @@ def test_functional_mode_and_replicate():
 
 
 @distributed(world_size=2)
+def test_the_mesh_of_all_ranks():
+    """Which has no names."""
+    truth, net, world = build(), build(), types.MeshAxis.of(dist.group.WORLD)
+    annotate(net, lambda name: {world: types.R})
+    fsdp_compose.fully_shard(net)
+    backward(net, inputs(2)[dist.get_rank()], {world: types.V})
+    true_gradients(truth, 2)
+    assert_same_gradients(net, truth)
+    refused = nn.Linear(2, 2)
+    types.assert_type(refused.weight, {world: types.I})
+    with pytest.raises(
+        ValueError, match="weight is annotated by spmd_types as I on dimension 0, which is data-parallel"
+    ):
+        fsdp_compose.fully_shard(refused)
+
+
+@distributed(world_size=2)
 def test_compiled_blocks():
     mesh = lasting_mesh(("dp_shard",), (2,))
     truth, net = build(), build()
@@ -413,13 +431,12 @@ class Block(nn.Module):
         return types.all_to_all(x, self.ep, src=types.V, dst=types.V, output_split_sizes=sizes, input_split_sizes=sizes)
 
 
-@pytest.mark.skipif(TORCH < (2, 15), reason="ShardPlacementResult of torch < 2.15 names no whole mesh")
-@pytest.mark.parametrize("system", ["drop_in", FSDP2])
+NAMES_MESH = pytest.mark.skipif(TORCH < (2, 15), reason="ShardPlacementResult of torch < 2.15 names no whole mesh")
+
+
+@pytest.mark.parametrize("system", ["own", pytest.param("drop_in", marks=NAMES_MESH), FSDP2])
 @distributed(world_size=4)
 def test_experts_on_a_mesh_of_their_own(system):
-    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-
     dense, sparse = lasting_mesh(("dp_shard",), (4,)), lasting_mesh(("efsdp", "ep"))
     truth, net = Block().double(), Block(sparse.get_group("ep")).double()
     own = net.experts.weight.detach()[2 * sparse.get_local_rank("ep") :][:2].clone()
@@ -427,14 +444,18 @@ def test_experts_on_a_mesh_of_their_own(system):
     types.assert_type(net.experts.weight, {axis(sparse, "efsdp"): types.R, axis(sparse, "ep"): types.S(0)})
     annotate(net.layer, lambda name: {axis(dense, "dp_shard"): types.R})
     dims, weight = DataParallelMeshDims(shard="dp_shard"), net.experts.weight
-    infos = _get_mesh_info(dense, dims), _get_mesh_info(sparse, DataParallelMeshDims(shard="efsdp"))
-    shard(
-        system,
-        [net],
-        dense,
-        dims,
-        shard_placement_fn=lambda param: ShardPlacementResult(Shard(0), infos[param is weight]),
-    )
+    of_experts = DataParallelMeshDims(shard="efsdp")
+    if system == "own":
+        shard(system, [net.experts], sparse, of_experts)
+        shard(system, [net], dense, dims)
+        set_gradient_divide_factor(net, 1.0)
+    else:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+
+        infos = _get_mesh_info(dense, dims), _get_mesh_info(sparse, of_experts)
+        homes = {param: ShardPlacementResult(Shard(0), infos[param is weight]) for param in net.parameters()}
+        shard(system, [net], dense, dims, shard_placement_fn=homes.__getitem__)
     for module in (net, net.experts):
         if hasattr(module, "set_gradient_divide_factor"):  # as torchtitan does: each rank's loss is a term
             module.set_gradient_divide_factor(1.0)
