@@ -57,9 +57,11 @@ from .core.flat import Granule as Granule
 from .core.flat import Group as Group
 from .core.flat import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .core.flat import TensorParallel as TensorParallel
+from .core.flat import annotations_on as annotations_on
 from .core.flat import as_ours as as_ours
 from .core.flat import handle_of as handle_of
 from .core.flat import handle_of_segment as handle_of_segment
+from .core.flat import is_annotated as is_annotated
 from .core.flat import is_split_evenly as is_split_evenly
 from .core.flat import listen as listen
 from .core.flat import local_elements as local_elements
