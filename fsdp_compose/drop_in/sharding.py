@@ -28,7 +28,7 @@ from ..flat import FORWARD_SPEC_ATTRIBUTE, Granularity, Granule, as_ours, is_spl
 from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
 from ..ragged import RaggedDTensor
-from .module import StateFace, bind_methods, refuse_clash
+from .module import StateFace, add_methods, refuse_clash
 
 # ---- FSDP2's mixed-precision policy, with the meaning that it has in the installed torch.
 
@@ -148,7 +148,7 @@ def fully_shard(
     for members, arguments in groups:
         _own(members, ignored_params=ignored, **arguments)
         _leave_partial(members)
-        bind_methods(members)
+        add_methods(members)
     return module
 
 
