@@ -24,7 +24,8 @@ PACKAGE = ROOT / "fsdp_compose"
 ABOVE_ALL = ("_torch", "_import_checks", "_on_demand", "errors", "_arguments")  # files that any wing may import
 TRAINING = ("comm", "ragged", "flat", "group", "runtime", "optim")
 WINGS = (*TRAINING, "checkpoint", "sync", "inspect", "testing", "api", "tuning")
-LAST_WING = "drop_in"  # which also imports the files on top: ``pipelining``, ``__main__``
+LAST_WINGS = ("drop_in", "integrations")  # which also import the files on top: ``pipelining``, ``__main__``
+FRAMEWORKS = {"accelerate", "lightning", "llamafactory", "ray", "torchtitan", "transformers", "trl", "verl"}
 
 File = tuple[str, ...]  # its path inside the package, without .py; of a wing's __init__, the wing
 
@@ -80,8 +81,8 @@ def imports(file: File) -> Iterator[tuple[File, int]]:
 
 
 def rank(file: File) -> int:
-    if file and file[0] == LAST_WING:
-        return len(WINGS) + 1
+    if file and file[0] in LAST_WINGS:
+        return len(WINGS) + 1 + LAST_WINGS.index(file[0])
     if not file or file[0] not in WINGS:
         return -1 if file and file[0] in ABOVE_ALL else len(WINGS)
     return WINGS.index(file[0])
@@ -89,7 +90,7 @@ def rank(file: File) -> int:
 
 def test_the_folders_are_the_wings():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == {*WINGS, LAST_WING}
+    assert folders == {*WINGS, *LAST_WINGS}
     for wing in folders:
         assert ast.get_docstring(files()[(wing,)]), f"{wing}/__init__.py says what the wing owns"
 
@@ -103,6 +104,21 @@ def test_a_wing_imports_only_wings_above_it_each_through_its_init():
             elif rank(target) != rank(file) and target[0] in WINGS and len(target) > 1:
                 wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is inside another wing")
     assert not wrong, "\n".join(wrong)
+
+
+def test_frameworks_are_imported_where_they_come_in_alone():
+    """``drop_in/verl_patch.py`` is imported where verl is."""
+    found = {
+        file
+        for file, tree in files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names])
+        if name.partition(".")[0] in FRAMEWORKS
+    }
+    doors = {file for file in files() if file[:1] == ("integrations",) and file[-1] in FRAMEWORKS}
+    assert found == {*doors, ("drop_in", "verl_patch")} and len(doors) > 2
+    assert not {file for file in files() for target, _ in imports(file) if target in doors}
 
 
 def needs_of(file: File) -> set[File]:
@@ -151,7 +167,7 @@ def test_no_wing_needs_itself():
     for file in files():
         if not is_package(file):
             needs.setdefault(file[0], set()).update(other[0] for other in needs_of(file) if other)
-    assert {*WINGS, LAST_WING} < needs.keys()
+    assert {*WINGS, *LAST_WINGS} < needs.keys()
     TopologicalSorter({wing: others - {wing} for wing, others in needs.items()}).prepare()
 
 

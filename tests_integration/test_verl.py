@@ -44,7 +44,7 @@ def train(folder: Path, by_dimension: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": fsdp.MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True),
-        "offload_policy": None or fsdp.OffloadPolicy(),
+        "offload_policy": None,
         "reshard_after_forward": True,
     }
     if by_dimension:

@@ -80,7 +80,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
-    offload_policy: OffloadPolicy = _NO_OFFLOADING,
+    offload_policy: OffloadPolicy | None = _NO_OFFLOADING,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> _M:
@@ -104,7 +104,7 @@ def fully_shard(
             ``Replicate()`` (norms): they stay whole on every rank, and their gradients are averaged.
         mp_policy: torch's policy or ours. Before torch 2.15, torch's without ``reduce_dtype`` reduces in
             ``param_dtype``.
-        offload_policy: torch's policy.
+        offload_policy: torch's policy, or ``None``, which verl gives.
         dp_mesh_dims: names of the data-parallel dimensions of ``mesh``. Parameters must be DTensors on ``mesh``,
             replicated over these dimensions; inside forward they are so again. Whatever autograd leaves on these
             dimensions, a sum's terms or whole gradients, is divided by their size and summed: a loss that is a mean
