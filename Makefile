@@ -127,9 +127,10 @@ endef
 	touch $@
 
 # A configuration of pip that caps torch is set aside for this environment alone.
-.venv-torch-%/installed: .venv/installed-test
+.venv-torch-%/installed: .venv/installed-test tests_integration/requirements.txt
 	$(call take_the_rest_from,.venv)
 	PIP_CONFIG_FILE=/dev/null $(PIP_INSTALL) torch==$*
+	$(if $(filter 2.12.%,$*),,$(PIP_INSTALL) --no-deps $$(grep ^spmd_types tests_integration/requirements.txt))
 	touch $@
 
 $(BIN)/python:

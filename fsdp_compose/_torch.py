@@ -154,6 +154,7 @@ __all__ = [
     "refuse_access",
     "register_work",
     "renew_hooks",
+    "root_mesh",
     "same_storage",
     "saves_as_torch_module",
     "set_group_timeout",
@@ -1111,6 +1112,11 @@ def mend_mesh(mesh: _DeviceMesh) -> None:
 def rank_of_mesh(mesh: _DeviceMesh) -> int | None:
     """The rank that made a mesh: another one's, if that has pickled it. ``None`` for the mesh's stand-in in a graph."""
     return getattr(mesh, "_rank", None)
+
+
+def root_mesh(mesh: _DeviceMesh) -> _DeviceMesh:
+    """The mesh that ``mesh`` is a part of; itself if it is of none."""
+    return mesh._root_mesh or mesh
 
 
 def flatten_mesh(mesh: _DeviceMesh) -> _DeviceMesh:

@@ -60,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 # What depends on torch's formats and private names: with another torch all of these are run; of those of checkpoints,
 # which are many and slow, a tenth.
-OF_TORCH = ("parity", "drop_in", "private_torch", "requirements", "old_names", "torch_state_dicts")
+OF_TORCH = ("parity", "drop_in", "private_torch", "requirements", "old_names", "torch_state_dicts", "annotations")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

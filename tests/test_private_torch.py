@@ -1491,6 +1491,13 @@ def test_flatten_mesh():
     assert _torch.flatten_mesh(mesh).get_group() is flattened.get_group()
 
 
+def test_root_mesh():
+    with fake_process_group(world_size=4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert _torch.root_mesh(mesh) is mesh and _torch.root_mesh(mesh["b"]) is mesh
+        assert _torch.root_mesh(mesh._flatten()) is mesh
+
+
 def test_fsdp2():
     assert _torch.fsdp2.fully_shard is torch.distributed.fsdp.fully_shard
     with fake_process_group():

@@ -23,9 +23,8 @@ from ..errors import MisuseError, MisuseRuntimeError
 from ..group import BoundToModule, Root, _FSDPState, get_state, own_state, states_for
 from ..runtime import (
     enter_alone,
-    post_forward,
-    pre_forward,
     reduce_accumulated,
+    registered,
 )
 from ..runtime import reshard as _reshard
 
@@ -644,6 +643,7 @@ class _ForwardMethod(BoundToModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__self__
+        pre_forward, post_forward = registered
         args, kwargs = pre_forward(module, args, kwargs)
         output = None
         try:

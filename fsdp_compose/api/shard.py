@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from .._arguments import checked, size_of
@@ -31,6 +30,8 @@ from ..flat import (
     MixedPrecisionPolicy,
     ParameterKind,
     Region,
+    annotation_of,
+    annotations_on,
     as_offload_policy,
     as_ours,
     check_class,
@@ -39,6 +40,7 @@ from ..flat import (
     refuse_shared_memory,
     regions_of,
     shard_params,
+    spec_of,
     tensor_meshes,
 )
 from ..group import (
@@ -78,15 +80,16 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     Raises:
         ValueError: see ``fully_shard``.
     """
-    found = check_group(modules, mesh, options, ignored)
-    label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
-    ties = ties_with_other_groups(fqns, ignored)
-    data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed), options.part_size)
-    arguments = data_mesh, options.granularity, options.offload
-    handles = []
-    for part in partition(managed, options):
-        handles.append(shard_params(part, *arguments))
-        sample_start(part, handles[-1])
+    with annotations_on(mesh):
+        found = check_group(modules, mesh, options, ignored)
+        label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
+        ties = ties_with_other_groups(fqns, ignored)
+        data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed), options.part_size)
+        arguments = data_mesh, options.granularity, options.offload
+        handles = []
+        for part in partition(managed, options):
+            handles.append(shard_params(part, *arguments))
+            sample_start(part, handles[-1])
 
     state = _FSDPState()
     state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
@@ -121,7 +124,8 @@ def check_group(
     label, fqns = _label(modules), group_modules(modules)
     managed = managed_parameters(fqns, ignored, label)
     _refuse_other_data_parallelism(fqns, managed, "fully_shard" if options.bucket_bytes is None else "replicate")
-    _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
+    with annotations_on(mesh):
+        _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
     for item in managed:
         item.kind = _kind_of(item, options)
     return _Found(label, fqns, managed, _check_memory(managed, fqns))
@@ -206,9 +210,12 @@ def _label(modules: Sequence[nn.Module]) -> str:
 
 
 def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, caller: str) -> None:
-    device = device_of_mesh(mesh)
+    device, annotated = device_of_mesh(mesh), {}
     for item in managed:
         param = item.parameter
+        annotation = annotation_of(param, item.fqn)
+        if annotation is not None:
+            annotated[item.fqn] = annotation
         if isinstance(param, UninitializedParameter):
             raise MisuseError(
                 f"{caller}(): the parameter {item.fqn} is not initialized (lazy module); run a forward first"
@@ -218,15 +225,16 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
                 f"{caller}(): the parameter {item.fqn} is on {param.device}, but the mesh is on {device}; "
                 f"move the module with module.to({str(device)!r}), or pass a mesh on {param.device.type}"
             )
-        if isinstance(param, DTensor) and caller == "fully_shard":
+        spec = spec_of(param)
+        if spec is not None and caller == "fully_shard":
             from ..flat import refuse_placement
 
             refuse_placement(item.fqn, param, mesh)
-        elif isinstance(param, DTensor):
+        elif spec is not None:
             raise MisuseError(
-                f"replicate(): the parameter {item.fqn} is already a DTensor, placed {list(param.placements)} on "
-                f"{param.device_mesh}: call fully_shard() with a (replicate, shard) submesh of the same mesh whose "
-                "second dimension has one rank"
+                f"replicate(): the parameter {item.fqn} is already a DTensor, placed {list(spec.placements)} on "
+                f"{spec.mesh}: call fully_shard() with a (replicate, shard) submesh of the same mesh whose second "
+                "dimension has one rank"
             )
         else:
             check_class(param, item.fqn, is_gathered=caller == "fully_shard")
@@ -235,6 +243,12 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
                 f"{caller}(): the parameter {item.fqn} has a gradient, which would be lost: call "
                 "module.zero_grad() first"
             )
+    if annotated:
+        from ..flat import refuse_gaps
+        from ..runtime import pause_type_checks
+
+        refuse_gaps(annotated)
+        pause_type_checks()
     devices = {item.parameter.device.type == "meta" for item in managed}
     if len(devices) > 1:
         on_meta = next(item.fqn for item in managed if item.parameter.device.type == "meta")

@@ -5,7 +5,7 @@ The policy means what it means in the installed torch. Everything ends in ``api.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,16 @@ from ..api import check_fully_shard, check_ignored, check_modules
 from ..api import fully_shard as _own
 from ..comm import default_mesh
 from ..errors import MisuseError
-from ..flat import FORWARD_SPEC_ATTRIBUTE, Granularity, Granule, as_ours, is_split_evenly
+from ..flat import (
+    FORWARD_SPEC_ATTRIBUTE,
+    SHARDED_PARAM_ATTRIBUTE,
+    Granularity,
+    Granule,
+    annotations_on,
+    as_ours,
+    is_annotated,
+    is_split_evenly,
+)
 from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
 from ..ragged import RaggedDTensor
@@ -108,7 +117,8 @@ def fully_shard(
         dp_mesh_dims: names of the data-parallel dimensions of ``mesh``. Parameters must be DTensors on ``mesh``,
             replicated over these dimensions; inside forward they are so again. Whatever autograd leaves on these
             dimensions, a sum's terms or whole gradients, is divided by their size and summed: a loss that is a mean
-            over all ranks, itself a DTensor, needs ``set_gradient_divide_factor(1.0)``.
+            over all ranks, itself a DTensor, needs ``set_gradient_divide_factor(1.0)``. Or the package spmd_types must
+            have annotated them on all other dimensions of ``mesh``; inside forward they are plain, with their types.
 
     Returns:
         ``module``; it, or each module of the list, is then an ``FSDPModule``.
@@ -124,10 +134,12 @@ def fully_shard(
             dist.init_process_group()
         mesh = default_mesh()
     options: dict[str, Any] = {"mp_policy": own_policy(mp_policy), "offload_policy": offload_policy}
-    with _put_back_on_error(modules):
-        is_replicated = False
+    usual, is_replicated = _Home(mesh), False
+    if dp_mesh_dims is not None:
+        (mesh, is_replicated), whole = _data_parallel(mesh, dp_mesh_dims), mesh
+        usual = _Home(mesh, annotated_on=(whole, _names(dp_mesh_dims)))
+    with _put_back_on_error(modules), usual.reading():
         if dp_mesh_dims is not None:
-            whole, (mesh, is_replicated) = mesh, _data_parallel(mesh, dp_mesh_dims)
             _leave_data_parallel_dims(modules, ignored, whole, dp_mesh_dims)
         params = _unsharded_params(modules, ignored)
         placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
@@ -135,18 +147,20 @@ def fully_shard(
         options["granularity"] = _granularity(placements, shard_numel)
         options |= {"strategy": "ddp"} if is_replicated else {"reshard_after_forward": reshard_after_forward}
         groups = [
-            ([inner], options | home.options(reshard_after_forward))
+            ([inner], options | home.options(reshard_after_forward), home)
             for inner, home in _with_other_homes(modules, placements, mesh)
         ]
-        inner_params = {param for inner, _ in groups for param in inner[0].parameters()}
-        for inner, arguments in groups:
+        inner_params = {param for inner, *_ in groups for param in inner[0].parameters()}
+        for inner, arguments, home in groups:
             refuse_clash(inner)
-            check_fully_shard(inner, ignored_params=ignored, **arguments)
-        groups.append((modules, options | {"mesh": mesh}))
+            with home.reading():
+                check_fully_shard(inner, ignored_params=ignored, **arguments)
+        groups.append((modules, options | {"mesh": mesh}, usual))
         check_fully_shard(modules, ignored_params=ignored | inner_params, **groups[-1][1])
     # All groups were checked above, so that none is made if another one is refused.
-    for members, arguments in groups:
-        _own(members, ignored_params=ignored, **arguments)
+    for members, arguments, home in groups:
+        with home.reading():
+            _own(members, ignored_params=ignored, **arguments)
         _leave_partial(members)
         add_methods(members)
     return module
@@ -176,7 +190,7 @@ fully_shard.state = _state  # type: ignore[attr-defined]
 
 def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, bool]:
     """Return the data-parallel part of a mesh, and whether all of it replicates."""
-    for name in (*dims.shard_names, *dims.replicate_names):
+    for name in _names(dims):
         if name not in (mesh.mesh_dim_names or ()):
             raise MisuseError(
                 f"fully_shard(dp_mesh_dims=...): {name!r} not found in mesh.mesh_dim_names: {mesh.mesh_dim_names}"
@@ -187,27 +201,40 @@ def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[Device
     return parts[0] if len(parts) == 1 else concatenate_meshes(parts), not dims.shard_names
 
 
+def _names(dims: DataParallelMeshDims) -> tuple[str, ...]:
+    return (*dims.replicate_names, *dims.shard_names)
+
+
 def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names])
+
+
+# Where a parameter on the whole mesh stores what has replaced it.
+_WITHOUT_DATA_DIMS = "_fsdp_compose_without_data_dims"
 
 
 def _leave_data_parallel_dims(
     modules: Iterable[nn.Module], ignored: set[nn.Parameter], mesh: DeviceMesh, dims: DataParallelMeshDims
 ) -> None:
     """Replace parameters that are DTensors on all of ``mesh`` by DTensors on its other dimensions, or plain tensors,
-    which forward will see as they were."""
+    which forward will see as they were. Annotated parameters say by themselves what forward sees."""
     names = mesh.mesh_dim_names
     assert names is not None, "its dimensions were looked up by name"
-    ours = {names.index(name) for name in (*dims.shard_names, *dims.replicate_names)}
+    ours = {names.index(name) for name in _names(dims)}
     rest = tuple(name for i, name in enumerate(names) if i not in ours)
     new: dict[nn.Parameter, nn.Parameter] = {}
     for fqn, param in [item for module in modules for item in module.named_parameters(remove_duplicate=False)]:
-        if param in ignored or param in new or isinstance(param, RaggedDTensor):
+        if param in ignored or param in new or isinstance(param, RaggedDTensor) or is_annotated(param):
+            continue
+        earlier = param.__dict__.get(_WITHOUT_DATA_DIMS)
+        if earlier is not None and SHARDED_PARAM_ATTRIBUTE in earlier.__dict__:
+            new[param] = earlier  # an earlier call has sharded it elsewhere: weights tied across calls
             continue
         if not isinstance(param, DTensor) or param.device_mesh != mesh:
             what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "not a DTensor"
             raise MisuseError(
-                f"fully_shard(dp_mesh_dims=...): parameters must be DTensors on {mesh}, but {fqn} is {what}"
+                f"fully_shard(dp_mesh_dims=...): parameters must be DTensors on {mesh}, or annotated by spmd_types, "
+                f"but {fqn} is {what}"
             )
         if not all(isinstance(param.placements[i], Replicate) for i in ours):
             raise MisuseError(
@@ -226,6 +253,7 @@ def _leave_data_parallel_dims(
             )
         new[param] = nn.Parameter(local, requires_grad=param.requires_grad)
         new[param].__dict__[FORWARD_SPEC_ATTRIBUTE] = dtensor_spec(param)
+        param.__dict__[_WITHOUT_DATA_DIMS] = new[param]
     for item in {inner for module in modules for inner in module.modules()}:
         for name, own in item._parameters.items():
             if own in new:
@@ -269,10 +297,16 @@ class _Home:
     Attributes:
         mesh: its data-parallel ranks.
         is_whole: each of them holds all of it.
+        annotated_on: the whole mesh on which its annotation is read, if it has one, and the data-parallel dimensions.
     """
 
     mesh: DeviceMesh
     is_whole: bool = False
+    annotated_on: tuple[DeviceMesh, tuple[str, ...]] | None = field(default=None, compare=False)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """A context in which annotations are read there."""
+        return nullcontext() if self.annotated_on is None else annotations_on(*self.annotated_on)
 
     def options(self, reshard_after_forward: bool | int | None) -> dict[str, Any]:
         """The arguments of ``fully_shard`` for a group there."""
@@ -284,7 +318,10 @@ class _Home:
 
 def _home_of(wanted: Any, mesh: DeviceMesh) -> _Home:
     info = getattr(wanted, "mesh_info", None)
-    return _Home(mesh if info is None else info.mesh, isinstance(getattr(wanted, "placement", wanted), Replicate))
+    dims, whole = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)  # torch 2.15
+    annotated_on = None if dims is None or whole is None else (whole, _names(dims))
+    is_whole = isinstance(getattr(wanted, "placement", wanted), Replicate)
+    return _Home(mesh if info is None else info.mesh, is_whole, annotated_on)
 
 
 def _with_other_homes(

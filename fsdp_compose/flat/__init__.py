@@ -81,7 +81,10 @@ from .sharded_param import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .sharded_param import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
 from .sharded_param import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 from .sharded_param import ManagedParameter as ManagedParameter
+from .sharded_param import annotation_of as annotation_of
+from .sharded_param import annotations_on as annotations_on
 from .sharded_param import check_content as check_content
+from .sharded_param import is_annotated as is_annotated
 from .sharded_param import is_sharded_like as is_sharded_like
 from .sharded_param import like_sharded_param as like_sharded_param
 from .sharded_param import local_elements as local_elements
@@ -90,12 +93,15 @@ from .sharded_param import make_gradient as make_gradient
 from .sharded_param import refuse_meta_content as refuse_meta_content
 from .sharded_param import restore_attributes as restore_attributes
 from .sharded_param import sharded_param_of as sharded_param_of
+from .sharded_param import spec_of as spec_of
 from .sharded_param import specs_of as specs_of
 from .sharded_param import tensor_meshes as tensor_meshes
 from .sharded_param import whole_like_original as whole_like_original
 from .unsharded import explain_refused_access as explain_refused_access
 
 if TYPE_CHECKING:
+    from .annotations import Annotation as Annotation
+    from .annotations import refuse_gaps as refuse_gaps
     from .flat_views import FlatSegment as FlatSegment
     from .graph import CapturedShard as CapturedShard
     from .graph import GatherPlan as GatherPlan
@@ -114,6 +120,7 @@ else:
     __getattr__ = on_demand(
         __name__,
         {
+            "annotations": "Annotation refuse_gaps",
             "tensor_parallel": "TensorParallel is_split_evenly placed refuse_placement",
             "flat_views": "FlatSegment",
             "graph": (

@@ -35,11 +35,12 @@ from .sharded_param import (
     make_sharded_param,
     rebind_sharded_param,
     sharded_specs,
+    spec_of,
     specs_of,
 )
 
 if TYPE_CHECKING:
-    from .tensor_parallel import TensorParallel
+    from .tensor_parallel import Shown, TensorParallel
 
 SHARD_ALIGNMENT_BYTES = 16  # required by cuBLAS and NCCL; misaligned all-gathers lose up to 12x of their bandwidth
 
@@ -57,7 +58,7 @@ def shard_params(
         codec, shard = _cut(managed[0], mesh)
         kind = replace(kind, codec=codec)
     own: TensorParallel | None = None
-    if any(isinstance(item, DTensor) or FORWARD_SPEC_ATTRIBUTE in item.__dict__ for item in originals):
+    if any(spec_of(item) is not None or FORWARD_SPEC_ATTRIBUTE in item.__dict__ for item in originals):
         from .tensor_parallel import TensorParallel
 
         own = TensorParallel.of(originals)
@@ -182,8 +183,9 @@ def _new_handle(
     return FlatParamHandle(layout, mesh, kind, local_shards, own, storage), specs
 
 
-def _own_specs(sharded: nn.Parameter) -> tuple[DTensorSpec | None, DTensorSpec | None]:
-    """The placements that a parameter about to be sharded had as a DTensor, if it was one: its own, and in forward."""
+def _own_specs(sharded: nn.Parameter) -> tuple[DTensorSpec | None, Shown]:
+    """How a parameter about to be sharded again was placed, if it was a DTensor or annotated: its own placements, and
+    what forward sees."""
     place = handle_of(sharded)
     own = None if place is None else place[0].tensor_parallel
     return (None, None) if place is None or own is None else (own.specs[place[1]], own.shown[place[1]])

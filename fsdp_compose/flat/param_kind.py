@@ -6,7 +6,6 @@ break: classes of tensors that cannot be cut, and parameters that share memory w
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -150,12 +149,6 @@ def plain_gradient(gradient: torch.Tensor, label: object) -> torch.Tensor:
 def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None:
     """Raise ValueError if ``param`` cannot be sharded; warn, once per class, if forward will see another class.
     ``is_gathered``: there is an all-gather; replicated parameters have none."""
-    annotations = sys.modules.get("spmd_types")  # optional; FSDP2 of torch 2.14 reads what it has noted
-    if annotations is not None and annotations.get_local_type(param):
-        raise MisuseError(
-            f"fully_shard(): the parameter {fqn} has spmd_types annotations, which are not supported here: make it a "
-            "DTensor on the mesh of the other dimensions, or leave it out with ignored_params"
-        )
     cls = type(param)
     if not is_wrapper(param):
         if param.layout != torch.strided or param.is_quantized:

@@ -7,11 +7,14 @@ decides which kind of tensor it is.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -34,6 +37,9 @@ from ..ragged import SHOWN_ATTRIBUTE, RaggedDTensor, RaggedSpec, distribute_ragg
 from .codecs import ParameterCodec
 from .layout import FlatLayout
 from .param_kind import ParameterKind
+
+if TYPE_CHECKING:
+    from .annotations import Annotation
 
 # Where a sharded parameter stores the subclass of nn.Parameter that the original belonged to.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
@@ -58,14 +64,49 @@ def own_counter(view: torch.Tensor) -> nn.Parameter:
 # ---- Parameters that tensor parallelism has split: how they were placed before ``fully_shard``
 
 
+_annotated_on: ContextVar[tuple[DeviceMesh, Collection[str] | None]] = ContextVar("_annotated_on")
+
+
+@contextmanager
+def annotations_on(mesh: DeviceMesh, data_dims: Collection[str] | None = None) -> Iterator[None]:
+    """A context in which annotations of parameters are read on ``mesh``, of which ``data_dims`` are data-parallel;
+    ``None``: all of it, if no context around this one says more."""
+    if data_dims is None and _annotated_on.get(None) is not None:
+        yield
+        return
+    token = _annotated_on.set((mesh, data_dims))
+    try:
+        yield
+    finally:
+        _annotated_on.reset(token)
+
+
+def is_annotated(param: torch.Tensor) -> bool:
+    """Whether the package spmd_types has annotated a plain tensor; see ``annotations``."""
+    types = sys.modules.get("spmd_types")  # optional
+    return types is not None and not isinstance(param, DTensor) and bool(types.get_local_type(param))
+
+
+def annotation_of(param: torch.Tensor, fqn: str = "") -> Annotation | None:
+    """The annotation of a parameter that is about to be sharded, if it has one."""
+    if not is_annotated(param):
+        return None
+    from .annotations import read
+
+    return read(param, fqn, *_annotated_on.get())
+
+
 def spec_of(param: torch.Tensor) -> DTensorSpec | None:
-    """The placement of a parameter, if it is a DTensor."""
-    return dtensor_spec(param) if isinstance(param, DTensor) else None
+    """The placement of a parameter that is about to be sharded, if it is a DTensor or annotated like one."""
+    if isinstance(param, DTensor):
+        return dtensor_spec(param)
+    annotation = annotation_of(param)
+    return None if annotation is None else annotation.spec
 
 
 def tensor_meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-    """The meshes of those among ``params`` that are DTensors."""
-    return [*dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))]
+    """The meshes of those among ``params`` that are DTensors, or annotated like those."""
+    return [*dict.fromkeys(spec.mesh for spec in map(spec_of, params) if spec is not None)]
 
 
 class _Placed(Protocol):
@@ -135,6 +176,9 @@ def make_sharded_param(
     tensor = codec.sharded(local, spec)
     # A new tensor needs no alias of itself, which is what nn.Parameter() would make.
     sharded = as_parameter(tensor, original.requires_grad)
+    annotation = annotation_of(original)
+    if annotation is not None:
+        sharded.__dict__.update(annotation.attributes)
     copy_attributes(original, sharded, not_copied=class_attributes(original))
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
         sharded.__dict__[_CLASS_ATTRIBUTE] = type(original)

@@ -13,13 +13,15 @@ place a gradient in any way; for the reduction it is placed like the parameter.
 
 Forward may see a parameter on a mesh that contains the data-parallel dimensions too (FSDP2's ``dp_mesh_dims``), where
 it is replicated. Then ``FORWARD_SPEC_ATTRIBUTE`` of the parameter tells it. What autograd leaves on those dimensions,
-replicas or terms of a sum, is averaged like any gradient.
+replicas or terms of a sum, is averaged like any gradient. It may also see a plain tensor, this rank's part
+(``PlainPart``; see ``annotations``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,26 +43,40 @@ from ..comm import Transport, TransportRole, joined_mesh
 from ..errors import MisuseError
 from ..ragged import RaggedDTensor
 from .codecs import is_composite
-from .sharded_param import FORWARD_SPEC_ATTRIBUTE, own_counter, spec_of
+from .sharded_param import FORWARD_SPEC_ATTRIBUTE, annotation_of, own_counter, spec_of
 
 AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
 """Replaces a tensor by its sum over the ranks of a transport. The indices say which parameters' gradients it holds."""
 
 
-def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """Raise ValueError if a DTensor cannot be sharded over ``mesh`` too."""
-    what = f"fully_shard(): the parameter {fqn} is already a DTensor, placed {list(param.placements)} on "
-    local = local_tensor(param)
+class PlainPart(NamedTuple):
+    """How forward sees a parameter: this rank's part, a plain tensor. On the dimensions ``terms`` of the parameter's
+    own mesh, autograd leaves a term of the gradient."""
+
+    terms: tuple[int, ...]
+
+
+Shown = DTensorSpec | PlainPart | None
+"""How forward sees a parameter: as a DTensor, as this rank's part of one, or as a plain tensor that is whole."""
+
+
+def refuse_placement(fqn: str, param: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise ValueError if a DTensor, or a parameter annotated like one, cannot be sharded over ``mesh`` too."""
+    spec = spec_of(param)
+    assert spec is not None
+    how = "already a DTensor, placed" if isinstance(param, DTensor) else "annotated by spmd_types as"
+    what = f"fully_shard(): the parameter {fqn} is {how} {list(spec.placements)} on "
+    local = local_tensor(param) if isinstance(param, DTensor) else param
     if is_composite(local):
         raise MisuseError(
-            f"{what}{param.device_mesh}, of {type(local).__name__}, which is stored as several tensors: leave it out "
+            f"{what}{spec.mesh}, of {type(local).__name__}, which is stored as several tensors: leave it out "
             "with ignored_params, or do not split it by tensor parallelism"
         )
     if isinstance(param, RaggedDTensor):
-        raise MisuseError(f"{what}{param.device_mesh}: distribute_ragged() made it; give its module plain parameters")
-    if any(not item.is_replicate() and type(item) is not Shard for item in param.placements):
-        raise MisuseError(f"{what}{param.device_mesh}: only Shard and Replicate are supported for tensor parallelism")
-    own, data = (set(item.mesh.flatten().tolist()) for item in (param.device_mesh, mesh))
+        raise MisuseError(f"{what}{spec.mesh}: distribute_ragged() made it; give its module plain parameters")
+    if any(not item.is_replicate() and type(item) is not Shard for item in spec.placements):
+        raise MisuseError(f"{what}{spec.mesh}: only Shard and Replicate are supported for tensor parallelism")
+    own, data = (set(item.mesh.flatten().tolist()) for item in (spec.mesh, mesh))
     advice = (
         "Both must be dimensions of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then "
         "parallelize_module(module, mesh['tp'], ...), then fully_shard(module, mesh=mesh['dp'])"
@@ -71,11 +87,9 @@ def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
             f"{sorted(own & data)} are in both (without mesh=, the data-parallel mesh has all ranks). {advice}"
         )
     try:
-        joined_mesh(mesh, param.device_mesh)
+        joined_mesh(mesh, spec.mesh)
     except RuntimeError as error:
-        raise MisuseError(
-            f"{what}{param.device_mesh}, and the data-parallel mesh is {mesh}: {error}. {advice}"
-        ) from error
+        raise MisuseError(f"{what}{spec.mesh}, and the data-parallel mesh is {mesh}: {error}. {advice}") from error
 
 
 def placed(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -114,27 +128,29 @@ def is_even(spec: DTensorSpec) -> bool:
 class TensorParallel:
     """How the parameters of one flat parameter are placed on meshes of their own."""
 
-    __slots__ = ("_dtensors", "_own_dims", "_transports", "is_shown_on_data_dims", "shown", "specs")
+    __slots__ = (
+        "_dtensors", "_own_dims", "_transports", "is_shown_as_stored", "is_shown_on_data_dims", "shown", "specs",
+    )  # fmt: skip
 
-    def __init__(self, specs: Sequence[DTensorSpec | None], shown: Sequence[DTensorSpec | None]) -> None:
+    def __init__(self, specs: Sequence[DTensorSpec | None], shown: Sequence[Shown]) -> None:
         self.specs = tuple(specs)  # of each parameter before fully_shard; None if it was not a DTensor
         self.shown = tuple(shown)  # as forward sees it
         self._own_dims = [_own_dims(*pair) for pair in zip(specs, shown, strict=True)]
         # Whether forward sees a parameter on a mesh with data-parallel dimensions.
         self.is_shown_on_data_dims = any(dims is not None for dims in self._own_dims)
+        self.is_shown_as_stored = all(shown is spec for spec, shown in zip(specs, shown, strict=True))
         self._dtensors = [(i, spec) for i, spec in enumerate(specs) if spec is not None]
         meshes = dict.fromkeys(spec.mesh for _, spec in self._dtensors)
         self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}
 
     @staticmethod
     def of(params: Sequence[nn.Parameter]) -> TensorParallel | None:
-        """Make one for parameters that are not sharded yet; ``None`` if none is a DTensor, here or in forward."""
-        specs = [*map(spec_of, params)]
-        shown = [param.__dict__.get(FORWARD_SPEC_ATTRIBUTE, spec) for param, spec in zip(params, specs, strict=True)]
-        return TensorParallel.joined([*zip(specs, shown, strict=True)])
+        """Make one for parameters that are not sharded yet; ``None`` if none is a DTensor, here or in forward, or
+        annotated like one."""
+        return TensorParallel.joined([*map(_stored_and_shown, params)])
 
     @staticmethod
-    def joined(pairs: Sequence[tuple[DTensorSpec | None, DTensorSpec | None]]) -> TensorParallel | None:
+    def joined(pairs: Sequence[tuple[DTensorSpec | None, Shown]]) -> TensorParallel | None:
         """Make one from the ``specs`` and ``shown`` of parameters; ``None`` if it has nothing to do."""
         if all(shown is None for _, shown in pairs):
             return None
@@ -176,7 +192,7 @@ class TensorParallel:
     def parameters(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """Make parameters over views of a whole flat parameter, as modules had them before; frozen."""
         return [
-            own_counter(view) if spec is None else _parameter(view, spec)
+            _parameter(view, spec) if isinstance(spec, DTensorSpec) else own_counter(view)
             for view, spec in zip(views, self.shown, strict=True)
         ]
 
@@ -220,6 +236,7 @@ class TensorParallel:
         for i, spec in self._dtensors:
             grad = grads[i]
             if not isinstance(grad, DTensor):
+                has_terms = has_terms or bool(self._summed_dims(i, grad))
                 continue
             placements = dtensor_spec(grad).placements
             if placements is not spec.placements and placements != spec.placements:
@@ -242,7 +259,9 @@ class TensorParallel:
     def _summed_dims(self, index: int, grad: torch.Tensor | None) -> list[int]:
         """The dimensions of its own mesh over which a gradient must be summed to be placed like its parameter, if sums
         suffice."""
-        spec, dims = self.specs[index], self._own_dims[index]
+        spec, shown, dims = self.specs[index], self.shown[index], self._own_dims[index]
+        if isinstance(shown, PlainPart):
+            return [] if grad is None else [*shown.terms]
         if spec is None or not isinstance(grad, DTensor):
             return []
         placements = dtensor_spec(grad).placements
@@ -270,9 +289,17 @@ class TensorParallel:
         return make_dtensor(DTensor, local, DTensorSpec(spec.mesh, tuple(whole[dim] for dim in dims), meta))
 
 
-def _own_dims(spec: DTensorSpec | None, shown: DTensorSpec | None) -> list[int] | None:
+def _stored_and_shown(param: nn.Parameter) -> tuple[DTensorSpec | None, Shown]:
+    annotation = annotation_of(param)
+    if annotation is not None:
+        return annotation.spec, None if annotation.spec is None else PlainPart(annotation.terms)
+    spec = spec_of(param)
+    return spec, param.__dict__.get(FORWARD_SPEC_ATTRIBUTE, spec)
+
+
+def _own_dims(spec: DTensorSpec | None, shown: Shown) -> list[int] | None:
     """The dimensions that the mesh of ``shown`` shares with that of ``spec``; ``None`` if there are no others."""
-    if shown is None or shown is spec:
+    if not isinstance(shown, DTensorSpec) or shown is spec:
         return None
     names, own = shown.mesh.mesh_dim_names or (), () if spec is None else spec.mesh.mesh_dim_names or ()
     return [names.index(name) for name in own]

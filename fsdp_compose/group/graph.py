@@ -220,7 +220,7 @@ def is_capturable(handles: Sequence[FlatParamHandle]) -> bool:
     return all(
         handle.unsharded.shows_shards
         and not handle.storage.has_host_gradients
-        and not (handle.tensor_parallel is not None and handle.tensor_parallel.is_shown_on_data_dims)
+        and (handle.tensor_parallel is None or handle.tensor_parallel.is_shown_as_stored)
         for handle in handles
     )
 

@@ -28,12 +28,19 @@ Read ``hooks``, ``default_mode``, ``group_ops``, ``backward``: that is a usual s
   issued. Only the scheduler of a root with optional groups (``SkippingOrder``) knows about them.
 """
 
+from typing import TYPE_CHECKING
+
+from .._on_demand import on_demand
 from .backward import reduce_accumulated as reduce_accumulated
 from .group_ops import reshard as reshard
 from .hooks import drive as drive
 from .hooks import enter_alone as enter_alone
 from .hooks import notice_inputs as notice_inputs
-from .hooks import post_forward as post_forward
-from .hooks import pre_forward as pre_forward
 from .hooks import region as region
+from .hooks import registered as registered
 from .lazy_init import optional_replicas_error as optional_replicas_error
+
+if TYPE_CHECKING:
+    from .unchecked import pause_type_checks as pause_type_checks
+else:
+    __getattr__ = on_demand(__name__, {"unchecked": "pause_type_checks"})

@@ -136,11 +136,13 @@ def _refuse_extensions(state: _FSDPState) -> None:
 
 def _refuse_whole_meshes(state: _FSDPState) -> None:
     for handle in state._handles:
-        if handle.tensor_parallel is not None and handle.tensor_parallel.is_shown_on_data_dims:
+        own = handle.tensor_parallel
+        if own is not None and not own.is_shown_as_stored:
+            on_data_dims = "DTensors on the data-parallel dimensions, too (dp_mesh_dims)"
+            how = on_data_dims if own.is_shown_on_data_dims else "annotated by spmd_types on other dimensions, too"
             raise NotImplementedError(
-                f"the parameters of the fully_shard group {state.name} are DTensors on the data-parallel dimensions, "
-                "too (dp_mesh_dims). In functional mode, torch.func and functional_call(), their gradients would be "
-                "summed over these: use the default mode"
+                f"the parameters of the fully_shard group {state.name} are {how}. In functional mode, torch.func and "
+                "functional_call(), their gradients would be summed over the wrong ranks: use the default mode"
             )
 
 

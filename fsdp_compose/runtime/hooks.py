@@ -320,9 +320,10 @@ def drive(modules: Sequence[nn.Module]) -> None:
     """Register the hooks that drive the modules of a new group."""
     # They find their state through the module that they are called with, never through a closure: a deep copy of the
     # module has the same hooks, and a state of its own.
+    before, after = registered
     for module in modules:
-        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(post_forward, always_call=True)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
     notice_inputs()
     registrations.note()
     tree_has_changed()
@@ -455,6 +456,9 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
 @never_traced
 def _leave_untraced(module: nn.Module, args: Any, output: Any) -> Any:
     return post_forward(module, args, output)
+
+
+registered: list[Callable[..., Any]] = [pre_forward, post_forward]  # ``unchecked`` replaces them
 
 
 def _find_root(state: _FSDPState, module: nn.Module, is_recomputed: bool) -> Root:

@@ -812,6 +812,38 @@ def test_what_forward_sees_on_a_whole_mesh():
     torch.testing.assert_close(twin(x).full_tensor(), model(x).full_tensor())
 
 
+@distributed(world_size=4)
+def test_weights_on_a_whole_mesh_stay_tied_across_calls():
+    """Each call puts another parameter in place of one on the whole mesh. In FSDP2 the second call does not know the
+    first one's."""
+    mesh = lasting_mesh(("dp", "tp"))
+    dims = drop_in.DataParallelMeshDims(shard="dp")
+    model, truth = pair(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    for net in (model, truth):
+        for name, param in [*net[0].named_parameters()]:
+            whole = (
+                distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()]) if net is model else param.detach()
+            )
+            tied = nn.Parameter(whole)
+            setattr(net[0], name, tied)
+            setattr(net[1], name, tied)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    with pytest.raises(ValueError, match="Replicate"):  # refused: nothing of it is left
+        wrong = nn.Sequential(*model, nn.Linear(1, 1, bias=False))
+        wrong[2].weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0), Replicate()]))
+        drop_in.fully_shard(wrong, mesh=mesh, dp_mesh_dims=dims)
+    assert dict(model.named_parameters(remove_duplicate=False)) == before
+    drop_in.fully_shard(model[0], mesh=mesh, dp_mesh_dims=dims)
+    drop_in.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    assert model[0].weight is model[1].weight and model[0].bias is model[1].bias
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+    model(DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False)).sum().backward()
+    for i in range(2):
+        (truth(torch.randn(2, 6, generator=torch.Generator().manual_seed(i))).sum() / 2).backward()
+    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=0, atol=1e-6)
+
+
 UNEVEN = {  # features between two layers, shard_placement_fn
     "rows by default": (15, None),
     "rows": (15, lambda param: Shard(0)),

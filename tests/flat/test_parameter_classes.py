@@ -4,9 +4,7 @@ all-gather of their own see ``test_all_gather_extensions``."""
 
 from __future__ import annotations
 
-import sys
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,18 +154,6 @@ def refuse(net: Net, match: str) -> None:
 
 def test_sparse_parameters_are_refused():
     refuse(with_weights(torch.Tensor.to_sparse), "linear.weight is torch.sparse_coo, which cannot be sharded")
-
-
-def test_annotations_of_spmd_types_are_refused(monkeypatch):
-    """The package is optional: a stand-in for its one function that is asked."""
-    stand_in = SimpleNamespace(get_local_type=lambda param: getattr(param, "_local_type", {}))
-    monkeypatch.setitem(sys.modules, "spmd_types", stand_in)
-    net = with_weights(torch.Tensor.clone)
-    with fake_process_group(rank=0, world_size=2):
-        shard_layers(net)
-    net = with_weights(torch.Tensor.clone)
-    net.layers[0].linear.weight._local_type = {"tp": "V"}
-    refuse(net, "linear.weight has spmd_types annotations")
 
 
 class UsesTag(Net):
