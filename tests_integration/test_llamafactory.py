@@ -1,6 +1,7 @@
 """LlamaFactory v1: its own launcher and trainer, with its plugin for FSDP2 and with this package's.
 
-Its loader for models on the meta device needs an older transformers, so only what we change in it runs."""
+Not run: loading from the meta device, for which it needs an older transformers (only what we change in it runs), and on
+rank 0, where it leaves buffers without values."""
 
 from __future__ import annotations
 
@@ -73,15 +74,13 @@ def run(files: Path, folder: Path, system: str, **options: Any) -> dict[str, Any
     return {"losses": [line["loss"] for line in lines], "norms": [line["grad_norm"] for line in lines]}
 
 
-@pytest.mark.parametrize("init", ["init_on_default", "init_on_rank0"])
-def test_training(init, files, tmp_path):
-    options = {"init_config": {"name": init}, "max_steps": 6, "save_steps": 4}
+def test_training_and_a_run_that_is_resumed(files, tmp_path):
+    options = {"max_steps": 6, "save_steps": 4}
     results = {system: run(files, tmp_path / system, system, **options) for system in SYSTEMS}
     assert len(results["drop_in"]["losses"]) == 6
     assert_same(results)
-    if init == "init_on_default":
-        resumed = run(files, tmp_path / "drop_in", "drop_in", **options, resume_from_checkpoint="auto")
-        assert resumed == {key: values[4:] for key, values in results["drop_in"].items()}
+    resumed = run(files, tmp_path / "drop_in", "drop_in", **options, resume_from_checkpoint="auto")
+    assert resumed == {key: values[4:] for key, values in results["drop_in"].items()}
 
 
 def load_one_by_one() -> None:
