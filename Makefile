@@ -4,6 +4,7 @@
 # make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
 # make which-tests FILE=fsdp_compose/core/flat/layout.py   say which test files to run after a change of a file
+# make test-titan   run torchtitan's trainer, in .venv-titan, with torch 2.15.0
 # make test-torch VERSION=2.15.0   run tests with another torch, in .venv-torch-VERSION
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
 # make docs    the documentation as a site, in site/: its blocks of code run first, no link may be broken, and a browser,
@@ -32,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-all costs test-compiled test-programs test-integrations test-torch which-tests docs reference wheel faults lint format clean
+.PHONY: demo test test-all costs test-compiled test-programs test-integrations test-titan test-torch which-tests docs reference wheel faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -57,6 +58,9 @@ test-programs: .venv/installed-test
 
 test-integrations: .venv-integrations/installed
 	.venv-integrations/bin/python -m pytest --numprocesses $(PROGRAM_PROCESSES) $(PYTEST_ARGS) --timeout 600 tests_integration
+
+test-titan: .venv-titan/installed
+	.venv-titan/bin/python -m pytest $(PYTEST_ARGS) --timeout 1800 tests_integration/test_torchtitan_trainer.py
 
 # With another torch: the tests of `make test-all`, or those that TEST_ARGS names.
 TORCH_ENV = .venv-torch-$(VERSION)
@@ -93,7 +97,7 @@ format: .venv/installed-lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-integrations .venv-torch-* site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-titan .venv-torch-* site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra of pyproject.toml: installed again only when what is to be installed changes.
@@ -104,20 +108,27 @@ clean:
 # Other environments take from .venv what they do not install themselves. Their packages are compiled when first imported.
 PIP_INSTALL = $(BIN)/python -m pip --python $(@D)/bin/python install --disable-pip-version-check --no-compile
 
-define take_the_rest_from_venv
+define take_the_rest_from
 	$(BIN)/python -m venv --without-pip $(@D)
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	for other in $(1); do "$$PWD/$$other/bin/python" -c 'import sysconfig; \
+		print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'; done \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 endef
 
 .venv-integrations/installed: .venv/installed-test tests_integration/requirements.txt
-	$(take_the_rest_from_venv)
+	$(call take_the_rest_from,.venv)
 	$(PIP_INSTALL) --no-deps -r tests_integration/requirements.txt
+	touch $@
+
+# Of torch and spmd_types, the first that is found counts.
+.venv-titan/installed: .venv-torch-2.15.0/installed .venv-integrations/installed tests_integration/requirements_titan.txt
+	$(call take_the_rest_from,.venv-torch-2.15.0 .venv-integrations)
+	$(PIP_INSTALL) --no-deps -r tests_integration/requirements_titan.txt
 	touch $@
 
 # A configuration of pip that caps torch is set aside for this environment alone.
 .venv-torch-%/installed: .venv/installed-test tests_integration/requirements.txt
-	$(take_the_rest_from_venv)
+	$(call take_the_rest_from,.venv)
 	PIP_CONFIG_FILE=/dev/null $(PIP_INSTALL) torch==$*
 	$(if $(filter 2.12.%,$*),,$(PIP_INSTALL) --no-deps $$(grep ^spmd_types tests_integration/requirements.txt))
 	touch $@

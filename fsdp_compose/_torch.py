@@ -808,7 +808,8 @@ def data_parallelism_of_torch(module: nn.Module) -> str:
         return "DistributedDataParallel"
     if isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel):
         return "torch's FullyShardedDataParallel (FSDP1)"
-    if fsdp2.FSDPModule in type(module).__mro__:  # isinstance() asks a metaclass that drop_in.install() may replace
+    # Not its class, which drop_in gives modules too.
+    if any(isinstance(state, fsdp2._fully_shard.FSDPState) for state in composable_states(module).values()):
         return "torch's fully_shard() (FSDP2)"
     return "torch's replicate()" if "replicate" in composable_registry(module) else ""
 

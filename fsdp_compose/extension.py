@@ -73,7 +73,6 @@ from .core.group import POSITION_MARK as POSITION_MARK
 from .core.group import STRATEGIES as STRATEGIES
 
 # ---- Groups: what one call of fully_shard manages
-from .core.group import BoundToModule as BoundToModule
 from .core.group import GroupOptions as GroupOptions
 from .core.group import Kept as Kept
 from .core.group import Strategy as Strategy

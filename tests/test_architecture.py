@@ -25,7 +25,8 @@ PACKAGE = ROOT / "fsdp_compose"
 ABOVE_ALL = ("_torch", "_import_checks", "_on_demand", "errors", "_arguments")  # files that any wing may import
 CORE = ("comm", "ragged", "flat", "group", "runtime", "optimizers", "state_dicts")
 ANNEXES = ("optim", "checkpoint", "sync", "inspect", "testing", "tuning")
-LAST_ANNEX = "drop_in"  # which also imports the files on top: ``pipelining``, ``__main__``
+LAST = ("drop_in", "integrations")  # which also import the files on top: ``pipelining``, ``__main__``
+FRAMEWORKS = {"accelerate", "lightning", "llamafactory", "ray", "torchtitan", "transformers", "trl", "verl"}
 DOOR = ("extension",)
 
 File = tuple[str, ...]  # its path inside the package, without .py; of a wing's __init__, the wing
@@ -92,8 +93,8 @@ def wing_of(file: File) -> File:
 def rank(file: File) -> int:
     if file and file[0] in ABOVE_ALL:
         return -1
-    if file and file[0] == LAST_ANNEX:
-        return len(ORDER) + 1
+    if file and file[0] in LAST:
+        return len(ORDER) + 1 + LAST.index(file[0])
     return ORDER.index(wing_of(file)) if wing_of(file) in ORDER else len(ORDER)
 
 
@@ -101,9 +102,9 @@ def test_the_folders_are_the_wings():
     def folders(path: Path) -> set[str]:
         return {path.name for path in path.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
-    assert folders(PACKAGE) == {"core", *ANNEXES, LAST_ANNEX}
+    assert folders(PACKAGE) == {"core", *ANNEXES, *LAST}
     assert folders(PACKAGE / "core") == {*CORE}
-    for file in [*ORDER, (LAST_ANNEX,)]:
+    for file in [*ORDER, *((annex,) for annex in LAST)]:
         assert ast.get_docstring(files()[file]), f"{'/'.join(file)}/__init__.py says what it owns"
 
 
@@ -139,7 +140,22 @@ def test_an_annex_takes_from_the_core_what_the_extension_gives_out():
 
 
 FOR_OTHERS = {"WireFormat"}  # names that no annex of ours takes
-MOST_NAMES = 143
+MOST_NAMES = 142
+
+
+def test_frameworks_are_imported_where_they_come_in_alone():
+    """``drop_in/verl_patch.py`` is imported where verl is."""
+    found = {
+        file
+        for file, tree in files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names])
+        if name.partition(".")[0] in FRAMEWORKS
+    }
+    doors = {file for file in files() if file[:1] == ("integrations",) and file[-1] in FRAMEWORKS}
+    assert found == {*doors, ("drop_in", "verl_patch")} and len(doors) > 2
+    assert not {file for file in files() for target, _ in imports(file) if target in doors}
 
 
 def needs_of(file: File) -> set[File]:
@@ -188,7 +204,7 @@ def test_no_wing_needs_itself():
     for file in files():
         if not is_package(file):
             needs.setdefault(wing_of(file), set()).update(wing_of(other) for other in needs_of(file) if other)
-    assert {*ORDER, (LAST_ANNEX,)} < needs.keys()
+    assert {*ORDER, *((annex,) for annex in LAST)} < needs.keys()
     TopologicalSorter({wing: others - {wing} for wing, others in needs.items()}).prepare()
 
 

@@ -50,7 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
-from fsdp_compose import _torch
+from fsdp_compose import _torch, drop_in
 from tests.harness import ROOT, distributed, fake_process_group, run_forked
 
 PACKAGE = Path(fsdp_compose.__file__).parent
@@ -1806,6 +1806,7 @@ def test_data_parallelism_of_torch():
         }
         for name, module in applied.items():
             assert name in _torch.data_parallelism_of_torch(module)
+        assert _torch.data_parallelism_of_torch(drop_in.fully_shard(nn.Linear(1, 1))) == ""
     assert _torch.data_parallelism_of_torch(nn.Linear(1, 1)) == ""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +14,18 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import fsdp
 
+from fsdp_compose import drop_in
 from tests.harness import preload, run_distributed
 
 SYSTEMS = ("FSDP2", "drop_in")
-Program = Callable[[Path], dict[str, Any]]
+Program = Callable[..., dict[str, Any]]
 
 
 def results_of(program: Program, folder: Path, world_size: int = 2, timeout: float = 240) -> dict[str, dict[str, Any]]:
-    """What the first rank returns of ``program(folder)``, for each system; ``folder`` is one that all ranks share."""
+    """What the first rank returns of ``program(folder)``, for each system; ``folder`` is one that all ranks share.
+
+    A program with an argument ``fully_shard`` gets that of the system: it comes in by its framework's own door. Nothing
+    is installed, and all names of ``torch.distributed`` must mean at the end what they have meant before."""
     preload(program.__module__)
     found = {}
     for system in SYSTEMS:
@@ -44,13 +50,28 @@ def _run(module: str, name: str, system: str, folder: str) -> None:
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "CCL_WORKER_COUNT": "0"}  # there is a process group
     program: Program = getattr(importlib.import_module(module), name)
-    if system == "drop_in":
-        from fsdp_compose import drop_in
-
-        drop_in.install()
-    result = program(Path(folder))
+    if "fully_shard" in inspect.signature(program).parameters:
+        before = names_of_torch()
+        result = program(Path(folder), fully_shard={"FSDP2": fsdp, "drop_in": drop_in}[system].fully_shard)
+        now = names_of_torch()
+        assert not [name for name, value in before.items() if now[name] is not value]
+    else:
+        if system == "drop_in":
+            drop_in.install()
+        result = program(Path(folder))
     if dist.get_rank() == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
+
+
+def names_of_torch() -> dict[str, Any]:
+    """What the functions and classes of ``torch.distributed`` are, under all their names in torch's own modules."""
+    return {
+        f"{path}.{name}": value
+        for path, module in [*sys.modules.items()]
+        if path.partition(".")[0] == "torch"
+        for name, value in [*vars(module).items()]
+        if str(getattr(value, "__module__", "")).startswith("torch.distributed") and callable(value)
+    }
 
 
 def assert_same(results: dict[str, dict[str, Any]], tolerance: float = 1e-5) -> None:

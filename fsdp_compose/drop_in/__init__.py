@@ -5,8 +5,8 @@ around the model keeps working::
 
 ``install()`` does the same for code that you cannot edit. The policies are torch's own classes. These names differ
 from the package's own: ``fully_shard`` takes FSDP2's keywords. A sharded module has FSDP2's methods and passes
-``isinstance(module, FSDPModule)``, but keeps its class. Shard boundaries fall between rows. The default mesh's
-dimension is named "fsdp". A ``reduce_dtype`` that is left out means what it means in the installed torch.
+``isinstance(module, FSDPModule)``, also with torch's own class of that name. Shard boundaries fall between rows. The
+default mesh's dimension is named "fsdp". A ``reduce_dtype`` left out means what it means in the installed torch.
 
 This wing uses the public functions; no other wing imports it.
 """
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Offlo
 
 from ..extension import UnshardHandle
 from ..extension import register_forward_method as register_fsdp_forward_method
-from .install import install, uninstall
+from .install import install, installed, uninstall
 from .module import FSDPModule, GradientReductionHandle, share_comm_ctx
 from .sharding import MixedPrecisionPolicy, fully_shard
 
@@ -29,6 +29,7 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "install",
+    "installed",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",

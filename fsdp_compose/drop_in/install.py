@@ -1,13 +1,15 @@
-"""``install()``: rebind FSDP2's names to ours, in torch and in packages that have imported them.
+"""``install()``: rebind FSDP2's functions to ours, in torch and in packages that have imported them.
 
-Names are rebound by identity: every global of every imported module that is FSDP2's ``fully_shard``, ``FSDPModule``,
-and so on. Modules imported later get ours from ``torch.distributed.fsdp``.
+For packages that let nobody choose who shards (accelerate, transformers); ``integrations`` has the doors of others.
+Names are rebound by identity: every global of every imported module that is FSDP2's ``fully_shard``, and so on. Modules
+imported later get ours from ``torch.distributed.fsdp``. FSDP2's classes stay: ours derives from ``FSDPModule``.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import sys
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,49 +19,46 @@ import torch.nn as nn
 
 from .._torch import fsdp2
 from ..errors import MisuseRuntimeError
-from ..extension import UnshardHandle, get_state, register_forward_method
-from .module import FSDPModule, GradientReductionHandle, share_comm_ctx
+from ..extension import get_state, register_forward_method
+from .module import FSDPModule, share_comm_ctx
 from .sharding import fully_shard
 
 _OURS: dict[str, Any] = {  # by their names in FSDP2
-    "FSDPModule": FSDPModule,
-    "GradientReductionHandle": GradientReductionHandle,  # torch >= 2.15
-    "UnshardHandle": UnshardHandle,
     "fully_shard": fully_shard,
     "register_fsdp_forward_method": register_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
 
-_PIPELINING = "torch.distributed.pipelining"
 # These import the names when they are imported, so ``install()`` imports them first.
-_IMPORTED = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", _PIPELINING)
-# torch's own implementation keeps its names, and so does Dynamo, whose guards ask whether a class is one of FSDP2's.
-_LEFT_ALONE = (fsdp2.__name__, "torch.distributed._composable.replicate_with_fsdp", "torch._dynamo", __package__)
+_IMPORTED = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed.pipelining")
+_LEFT_ALONE = (fsdp2.__name__, __package__)  # torch's own implementation keeps its names
 
 _rebound: list[tuple[ModuleType, str, Any]] = []
+_log = logging.getLogger("fsdp_compose")
 
 
 def install() -> list[str]:
-    """Rebind FSDP2's names to those of ``fsdp_compose.drop_in`` in this process, for code that you cannot edit.
+    """Rebind FSDP2's functions to those of ``fsdp_compose.drop_in`` in this process, for code that you cannot edit and
+    that has no other way in.
 
     Call it on all ranks, before models are sharded. Modules imported later pick up the new names from torch. If such a
     module derives something from them at import time (transformers' loader), call ``install()`` again. Local: no
     communication.
 
     Returns:
-        The rebound names as "module.name", sorted.
+        The names that this call has rebound, as "module.name", sorted; they are also logged (``fsdp_compose``, INFO).
 
     Raises:
         RuntimeError: a model is already sharded, by FSDP2 or by ``fsdp_compose.fully_shard``; code that checks for an
             ``FSDPModule`` would not recognize it.
     """
-    _refuse_sharded("install", "FSDP2", [item for item in _all_modules() if fsdp2.FSDPModule in type(item).__mro__])
+    theirs = [item for item in _all_modules() if get_state(item) is None and fsdp2.FSDPModule in type(item).__mro__]
+    _refuse_sharded("install", "FSDP2", theirs)
     without = [item for item in _all_modules() if get_state(item) is not None and not isinstance(item, FSDPModule)]
     _refuse_sharded("install", "fsdp_compose.fully_shard()", without)
     for name in _IMPORTED:
         importlib.import_module(name)
-    ours = {id(getattr(fsdp2, name)): item for name, item in _OURS.items() if hasattr(fsdp2, name)}
-    ours |= _of_others()
+    ours = {id(getattr(fsdp2, name)): item for name, item in _OURS.items()} | _of_others()
     new = [
         (module, name, value)
         for module in list(sys.modules.values())
@@ -70,7 +69,14 @@ def install() -> list[str]:
     for module, name, value in new:
         setattr(module, name, ours[id(value)])
     _rebound.extend(new)
-    return sorted(f"{module.__name__}.{name}" for module, name, _ in new)
+    names = _names(new)
+    _log.info("install(): rebound %s", ", ".join(names) or "nothing more")
+    return names
+
+
+def installed() -> list[str]:
+    """Return the names that ``install()`` has rebound and that nobody has rebound since, as "module.name", sorted."""
+    return _names(_still_ours())
 
 
 def uninstall() -> list[str]:
@@ -85,12 +91,20 @@ def uninstall() -> list[str]:
     _refuse_sharded(
         "uninstall", "drop_in.fully_shard()", [item for item in _all_modules() if isinstance(item, FSDPModule)]
     )
-    ours = {id(item) for item in (*_OURS.values(), *_of_others().values())}
-    back = [(module, name, value) for module, name, value in _rebound if id(vars(module).get(name)) in ours]
+    back = _still_ours()
     for module, name, value in back:
         setattr(module, name, value)
     _rebound.clear()
-    return sorted(f"{module.__name__}.{name}" for module, name, _ in back)
+    return _names(back)
+
+
+def _still_ours() -> list[tuple[ModuleType, str, Any]]:
+    ours = {id(item) for item in (*_OURS.values(), *_of_others().values())}
+    return [(module, name, value) for module, name, value in _rebound if id(vars(module).get(name)) in ours]
+
+
+def _names(rebound: list[tuple[ModuleType, str, Any]]) -> list[str]:
+    return sorted(f"{module.__name__}.{name}" for module, name, _ in rebound)
 
 
 def _of_others() -> dict[int, Any]:

@@ -1,23 +1,25 @@
 """``FSDPModule``: FSDP2's methods on sharded modules, and ``isinstance()`` checks for them.
 
-A sharded module keeps its own class. ``isinstance()`` looks it up in the registry, and the methods are attributes of
-the module itself, bound to it; they call the functions of the core. Thin adapters provide the private attributes of
-FSDP2's states that other packages read."""
+As in FSDP2, a sharded module's class becomes one derived from its own and from ``FSDPModule``, which here derives from
+torch's class of this name: frameworks that ask for torch's find it, under any name. The methods call functions of the
+core. Thin adapters provide the private attributes of FSDP2's states that other packages read."""
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from types import new_class
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch.distributed import fsdp
 
 from .._arguments import checked
 from .._torch import data_parallelism_of_torch, fsdp2_mesh_info
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
-from ..extension import BoundToModule, UnshardHandle, _FSDPState, controls, get_state, states_to_run
-from ..extension import register_forward_method as register_forward_method
+from ..extension import UnshardHandle, _FSDPState, controls, get_state, states_to_run
 from .custom_comms import GATHER, REDUCE, set_comm
 
 # ---- Adapters for the private attributes of FSDP2's states that other packages read.
@@ -138,35 +140,6 @@ class GroupFace(_Face):
 _RESET_DROPS_GRADIENTS = hasattr(torch.distributed.fsdp, "GradientReductionHandle")  # torch >= 2.15
 
 
-class _Bound(BoundToModule):
-    """A method of ``FSDPModule`` on one module."""
-
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__(module)
-        self.__func__ = function
-        self.__name__, self.__doc__ = function.__name__, function.__doc__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"<bound method FSDPModule.{self.__name__} of a {type(self.__self__).__name__}>"
-
-    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> _Bound:
-        return _Bound(module, self.__func__)
-
-
-class _AsksRegistry(type):
-    """Metaclass of ``FSDPModule``: sharded modules of any class are its instances."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, nn.Module) and _is_bound(instance) and get_state(instance) is not None
-
-
-def _is_bound(module: nn.Module) -> bool:
-    return type(module.__dict__.get("set_requires_gradient_sync")) is _Bound
-
-
 class GradientReductionHandle:
     """Result of ``finalize_backward(async_op=True)``, which reduces everything before it returns."""
 
@@ -174,19 +147,31 @@ class GradientReductionHandle:
         """Do nothing."""
 
 
-class FSDPModule(metaclass=_AsksRegistry):
-    """A module that ``drop_in.fully_shard`` was called on, with the methods of FSDP2's class of this name.
+class FSDPModule(fsdp.FSDPModule):
+    """A module that ``drop_in.fully_shard`` was called on, with the methods of FSDP2's class of this name, which it
+    derives from.
 
     Each method calls the function of ``fsdp_compose`` that its docstring names. Methods that this package has no use
     for do nothing or warn.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> FSDPModule:
-        raise MisuseTypeError("FSDPModule cannot be instantiated: call fully_shard() on a module")
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is FSDPModule:
+            raise MisuseTypeError("FSDPModule cannot be instantiated: call fully_shard() on a module")
+        return cls.__bases__[1](*args, **kwargs)  # a slice of a sharded container is a plain one
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        function, args, *state = cast(Any, super().__reduce_ex__(protocol))
+        if function is not copyreg.__newobj__:  # type: ignore[attr-defined]  # typeshed lacks it
+            return function, args, *state
+        return _new, type(self).__bases__[1:], *state
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return super(fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # torch's looks for its own
 
     # ---- gathering and freeing parameters
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """``fsdp_compose.unshard``. Not recursive. Ranks: all."""
         return controls.unshard(_module(self), async_op)
 
@@ -206,11 +191,11 @@ class FSDPModule(metaclass=_AsksRegistry):
         """``fsdp_compose.set_keep_unsharded_storage``."""
         controls.set_keep_unsharded_storage(_module(self), keep, recurse=recurse)
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """``fsdp_compose.set_modules_to_forward_prefetch``."""
         controls.set_modules_to_forward_prefetch(_module(self), modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """``fsdp_compose.set_modules_to_backward_prefetch``."""
         controls.set_modules_to_backward_prefetch(_module(self), modules)
 
@@ -347,14 +332,11 @@ class FSDPModule(metaclass=_AsksRegistry):
 
     # ---- private, but read by other packages
 
-    def _get_fsdp_state(self) -> StateFace:
+    def _get_fsdp_state(self) -> StateFace:  # type: ignore[override]
         return StateFace(_module(self))
 
 
-# The methods that a sharded module gets.
-METHODS: dict[str, Callable[..., Any]] = {
-    name: item for name, item in vars(FSDPModule).items() if callable(item) and not name.startswith("__")
-}
+_METHODS = vars(FSDPModule).keys() - {*dir(nn.Module)}
 
 
 def refuse_clash(modules: Iterable[nn.Module]) -> None:
@@ -365,7 +347,7 @@ def refuse_clash(modules: Iterable[nn.Module]) -> None:
             continue
         # Not hasattr(): wrappers forward attributes of the module inside them.
         own = {*dir(type(module)), *vars(module), *vars(module).get("_modules", ()), *vars(module).get("_buffers", ())}
-        taken = METHODS.keys() & own if not _is_bound(module) else ()
+        taken = () if isinstance(module, FSDPModule) else _METHODS & own
         if taken:
             raise MisuseError(
                 f"fully_shard(): a {type(module).__name__} has attributes of its own named {', '.join(sorted(taken))}, "
@@ -374,11 +356,25 @@ def refuse_clash(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def bind_methods(modules: Iterable[nn.Module]) -> None:
-    """Give sharded modules the methods."""
+def add_methods(modules: Iterable[nn.Module]) -> None:
+    """Make sharded modules instances of ``FSDPModule``."""
     for module in modules:
-        for name, function in METHODS.items():
-            module.__dict__[name] = _Bound(module, function)
+        for name in _METHODS & vars(module).keys():  # api.fully_shard() explains there what it has no methods for
+            del module.__dict__[name]
+        module.__class__ = _class_for(type(module))
+
+
+def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
+    for known in cls.__subclasses__():
+        if known.__bases__ == (FSDPModule, cls):
+            return known
+    names = {"__module__": cls.__module__}
+    return new_class(f"FSDP{cls.__name__}", (FSDPModule, cls), exec_body=lambda namespace: namespace.update(names))
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    """A module of that class that a copy is made of."""
+    return object.__new__(_class_for(cls))
 
 
 @checked()

@@ -39,7 +39,7 @@ from ..extension import (
 )
 from ..extension import MixedPrecisionPolicy as _OwnPolicy
 from ..extension import fully_shard as _own
-from .module import StateFace, bind_methods, refuse_clash
+from .module import StateFace, add_methods, refuse_clash
 
 # ---- FSDP2's mixed-precision policy, with the meaning that it has in the installed torch.
 
@@ -91,7 +91,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
-    offload_policy: OffloadPolicy = _NO_OFFLOADING,
+    offload_policy: OffloadPolicy | None = _NO_OFFLOADING,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> _M:
@@ -115,7 +115,7 @@ def fully_shard(
             ``Replicate()`` (norms): they stay whole on every rank, and their gradients are averaged.
         mp_policy: torch's policy or ours. Before torch 2.15, torch's without ``reduce_dtype`` reduces in
             ``param_dtype``.
-        offload_policy: torch's policy.
+        offload_policy: torch's policy, or ``None``, which verl gives.
         dp_mesh_dims: names of the data-parallel dimensions of ``mesh``. Parameters must be DTensors on ``mesh``,
             replicated over these dimensions; inside forward they are so again. Whatever autograd leaves on these
             dimensions, a sum's terms or whole gradients, is divided by their size and summed: a loss that is a mean
@@ -164,7 +164,7 @@ def fully_shard(
         with home.reading():
             _own(members, ignored_params=ignored, **arguments)
         _leave_partial(members)
-        bind_methods(members)
+        add_methods(members)
     return module
 
 

@@ -6,6 +6,9 @@ import copy
 import functools
 import gc
 import inspect
+import logging
+import operator
+import pickle
 import sys
 import warnings
 import weakref
@@ -18,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import fsdp
-from torch.distributed._composable import fsdp as composable_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -80,16 +82,18 @@ def test_every_public_method_of_fsdp2_is_there_with_its_parameters():
 # ---- modules
 
 
-def test_a_sharded_module_is_an_fsdp_module_and_keeps_its_class():
+@pytest.mark.parametrize("cls", [drop_in.FSDPModule, fsdp.FSDPModule])
+def test_a_sharded_module_is_an_fsdp_module_of_torch_too(cls):
     with fake_process_group():
         model, plain = GPT(), GPT()
         keys = [*model.state_dict()]
-        assert not isinstance(model, drop_in.FSDPModule)
+        assert not isinstance(model, cls)
         assert shard(drop_in, model) is model
-        assert isinstance(model, drop_in.FSDPModule) and isinstance(model.blocks[0], (dict, drop_in.FSDPModule))
-        assert not isinstance(model.head, drop_in.FSDPModule) and not isinstance(plain, drop_in.FSDPModule)
-        assert not isinstance(None, drop_in.FSDPModule)
-        assert type(model) is GPT and [*model.state_dict()] == keys
+        assert isinstance(model, cls) and isinstance(model.blocks[0], (dict, cls))
+        assert not isinstance(model.head, cls) and not isinstance(plain, cls) and not isinstance(None, cls)
+        assert type(model).__name__ == "FSDPGPT" and type(model).__bases__[1] is GPT
+        assert type(model.blocks[0]) is type(model.blocks[1])
+        assert isinstance(model, GPT) and [*model.state_dict()] == keys
         assert model.set_requires_gradient_sync.__self__ is model
         assert not hasattr(model.head, "unshard")
         with pytest.raises(TypeError, match="cannot be instantiated"):
@@ -113,6 +117,39 @@ def test_methods_of_a_copy_are_the_copys():
         other.set_requires_gradient_sync(False)
         assert get_state(model).options.requires_gradient_sync
         assert not get_state(other.blocks[2]).options.requires_gradient_sync
+
+
+def test_slices_conversions_and_pickles_of_sharded_modules():
+    with fake_process_group():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        shard_each = [drop_in.fully_shard(item) for item in (model[0], model[2], model)]
+        part = model[:2]
+        assert type(part) is nn.Sequential and part[0] is shard_each[0]
+        assert not isinstance(part, fsdp.FSDPModule) and isinstance(part[0], fsdp.FSDPModule)
+        params = [*model.parameters()]
+        assert model.to(torch.float64) is model and all(map(operator.is_, params, model.parameters()))
+        assert model(torch.randn(3, 4, dtype=torch.float64)).dtype is torch.float64
+        for twin in (copy.copy(model), copy.deepcopy(model)):
+            assert type(twin) is type(model) and twin.reshard.__self__ is twin
+        with pytest.raises(NotImplementedError, match="cannot be pickled"):
+            pickle.dumps(model)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@distributed(world_size=2)
+def test_compiled_modules_train_as_one_process(fullgraph):
+    model, reference = pair(layers())
+    for layer in model:
+        drop_in.fully_shard(layer)
+        layer.compile(backend="aot_eager", fullgraph=fullgraph)
+    drop_in.fully_shard(model)
+    assert all(isinstance(item, fsdp.FSDPModule) for item in (model, *model))
+    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        model(x.chunk(2)[dist.get_rank()]).square().mean().backward()
+    (2 * reference(x).square().mean()).backward()
+    for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_is_freed_without_the_garbage_collector():
@@ -963,35 +1000,60 @@ def a_package() -> ModuleType:
     return package
 
 
+def globals_of_all_modules() -> dict[str, Any]:
+    return {
+        f"{module.__name__}.{name}": value
+        for module in [*sys.modules.values()]
+        if isinstance(module, ModuleType)
+        for name, value in [*vars(module).items()]
+    }
+
+
 @distributed(world_size=1, fresh=True)
-def test_installed_names_are_ours_everywhere_but_where_dynamo_asks():
+def test_install_rebinds_what_it_lists_and_nothing_else_and_uninstall_undoes_it():
     package = a_package()
     sys.modules[package.__name__] = package
-    theirs = fsdp.fully_shard, fsdp.FSDPModule
+    drop_in.install()  # imports what it needs to
+    drop_in.uninstall()
+    before = globals_of_all_modules()
+    said: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("fsdp_compose")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel("INFO")
     report = drop_in.install()
+    log.removeHandler(handler)
+    assert said == [f"install(): rebound {', '.join(report)}"]
+    after = globals_of_all_modules()
+    changed = sorted(name for name, value in after.items() if before.get(name) is not value)
+    assert changed == report == drop_in.installed() and before.keys() == after.keys()
+    assert {name.rpartition(".")[2] for name in report} <= {
+        *("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
+        *("stage_backward_input", "stage_backward_weight"),
+    }
     assert {
         "a_package_of_somebody.fully_shard",
-        "a_package_of_somebody.Sharded",
-        "torch.distributed.fsdp.FSDPModule",
         "torch.distributed.fsdp.fully_shard",
         "torch.distributed._composable.fsdp.fully_shard",
-        "torch.distributed.pipelining.stage.FSDPModule",
-        "torch.distributed.pipelining.schedules.FSDPModule",
+        "torch.distributed.pipelining.stage.stage_backward_input",
     } <= {*report}
     assert drop_in.install() == []
-    assert package.late() == (drop_in.FSDPModule, drop_in.fully_shard, drop_in.FSDPModule)
-    assert composable_fsdp.fully_shard is drop_in.fully_shard
-    assert fsdp._fully_shard.FSDPModule is theirs[1] and fsdp._fully_shard._fully_shard.fully_shard is theirs[0]
+    assert package.late() == (fsdp.FSDPModule, drop_in.fully_shard, fsdp.FSDPModule)
     model = package.shard(nn.Linear(4, 4))
-    assert package.is_sharded(model) and type(model) is nn.Linear
+    assert package.is_sharded(model)
     with pytest.raises(RuntimeError, match=r"uninstall\(\): there are modules sharded by drop_in"):
         drop_in.uninstall()
     assert drop_in.install() == []
     del model
     gc.collect()
-    assert drop_in.uninstall() == report
-    assert (fsdp.fully_shard, fsdp.FSDPModule) == theirs == (package.fully_shard, package.Sharded)
-    assert drop_in.uninstall() == []
+    package.fully_shard = None  # somebody else's, who keeps it
+    kept = sorted({*report} - {"a_package_of_somebody.fully_shard"})
+    after = globals_of_all_modules()
+    assert drop_in.installed() == kept == drop_in.uninstall()
+    again = globals_of_all_modules()
+    assert sorted(name for name, value in again.items() if after.get(name) is not value) == kept
+    assert all(again[name] is before[name] for name in kept) and package.fully_shard is None
+    assert drop_in.uninstall() == drop_in.installed() == []
 
 
 @pytest.mark.parametrize("system", ["FSDP2", "fsdp_compose"])
