@@ -32,8 +32,11 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose.checkpoint import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
+from fsdp_compose.core.comm import Label, Transport, TransportWrapper, Work
+from fsdp_compose.core.flat.tensor_parallel import TensorParallel
 from fsdp_compose.core.group.registry import get_state
 from tests.harness import TORCH, distributed, fake_process_group, lasting_mesh
+from tests.internals import states_of
 from tests.test_architecture import output_of
 
 types = pytest.importorskip("spmd_types", reason="the package spmd_types is not installed")
@@ -647,3 +650,66 @@ def test_a_model_without_annotations_loads_nothing_for_them():
     found = output_of(_STEP)
     assert any("default_mode" in file for file in found)
     assert not [file for file in found if "annotations" in file or "unchecked" in file or "tensor_parallel" in file]
+
+
+# ---- An audit: the collectives of a step, by the rules of spmd_types, on simulated ranks
+
+
+class Audited(TransportWrapper):
+    """Does each collective with a typed tensor for each parameter too, so that spmd_types checks what goes in and says
+    what comes out. ``shown``: the types of parameters; ``gradients``: those of their gradients."""
+
+    def __init__(self, inner: Transport, shown: dict[str, Types], gradients: dict[str, Types]) -> None:
+        super().__init__(inner)
+        self.name, self.shown, self.gradients = inner.name, shown, gradients
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        self.follow(self.shown, label, types.all_gather, types.S(0), types.R)
+        return super().all_gather(whole, shard, label)
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        self.follow(self.gradients, label, types.reduce_scatter, types.P, types.S(0))
+        return super().reduce_scatter(shard, whole, is_average, label)
+
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        self.follow(self.gradients, label, types.all_reduce, types.P, types.I)
+        return super().all_reduce(tensor, is_average, label)
+
+    def follow(self, known: dict[str, Types], label: Label, collective: Any, src: Any, dst: Any) -> None:
+        for fqn in map(label.names, label._fqns):
+            tensor = types.assert_type(torch.zeros(4), known[fqn])
+            with checked(known[fqn]):
+                known[fqn] = types.get_local_type(collective(tensor, self.group, src=src, dst=dst))
+
+
+def audit(by_sequence: bool) -> None:
+    with fake_process_group(world_size=8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        dp, sharded, tp = (axis(mesh, name) for name in mesh.mesh_dim_names)
+        net = build()
+        split(net, mesh, by_sequence)
+        annotated = {name: dict(types.get_local_type(param)) for name, param in net.named_parameters()}
+        dims = DataParallelMeshDims(shard="dp_shard", replicate="dp_replicate")
+        shard("drop_in", [net.up, net], mesh, dims)
+        expected = {name: {sharded: types.R, **given} for name, given in annotated.items()}
+        shown = {name: {**given, sharded: types.V} for name, given in expected.items()}
+        gradients = {name: {on: kind.backward_type() for on, kind in given.items()} for name, given in expected.items()}
+        for state in states_of(net):
+            for handle in state._handles:
+                handle.change_transports(lambda transport, role: Audited(transport, shown, gradients))
+        loss = net(inputs(1, torch.float64)[0].chunk(2, 1)[0] if by_sequence else inputs(1)[0]).square().sum()
+        for name, given in shown.items():
+            assert given == expected[name] == net.seen[name][1], name
+            shown[name] = {**given, sharded: types.V}  # it is freed, and gathered again in backward
+        loss.backward()
+        for name, given in gradients.items():
+            on_tp = types.V if annotated[name][tp] is types.V else types.I  # each rank's part, or the same on all
+            assert given == {dp: types.I, sharded: types.V, tp: on_tp}, name
+
+
+@pytest.mark.parametrize("by_sequence", [False, True], ids=["tensor", "sequence"])
+def test_the_collectives_of_a_step_are_what_types_ask_for(by_sequence, monkeypatch):
+    audit(by_sequence)
+    monkeypatch.setattr(TensorParallel, "_summed_dims", lambda *_: [])
+    with pytest.raises(AssertionError, match="embed.weight"):  # a sum over tp is missing
+        audit(by_sequence)

@@ -64,7 +64,10 @@ def own_counter(view: torch.Tensor) -> nn.Parameter:
 # ---- Parameters that tensor parallelism has split: how they were placed before ``fully_shard``
 
 
-_annotated_on: ContextVar[tuple[DeviceMesh, Collection[str] | None]] = ContextVar("_annotated_on")
+# The arguments of ``annotations_on``, and the annotations that were read there, by the id of the parameter.
+_annotated_on: ContextVar[tuple[DeviceMesh, Collection[str] | None, dict[int, Annotation]]] = ContextVar(
+    "_annotated_on"
+)
 
 
 @contextmanager
@@ -74,7 +77,7 @@ def annotations_on(mesh: DeviceMesh, data_dims: Collection[str] | None = None) -
     if data_dims is None and _annotated_on.get(None) is not None:
         yield
         return
-    token = _annotated_on.set((mesh, data_dims))
+    token = _annotated_on.set((mesh, data_dims, {}))
     try:
         yield
     finally:
@@ -91,9 +94,12 @@ def annotation_of(param: torch.Tensor, fqn: str = "") -> Annotation | None:
     """The annotation of a parameter that is about to be sharded, if it has one."""
     if not is_annotated(param):
         return None
-    from .annotations import read
+    mesh, data_dims, known = _annotated_on.get()
+    if id(param) not in known:
+        from .annotations import read
 
-    return read(param, fqn, *_annotated_on.get())
+        known[id(param)] = read(param, fqn, mesh, data_dims)
+    return known[id(param)]
 
 
 def spec_of(param: torch.Tensor) -> DTensorSpec | None:
