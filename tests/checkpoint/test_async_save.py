@@ -39,13 +39,12 @@ from fsdp_compose.checkpoint.folders import (
 from fsdp_compose.comm import known_for
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError, RankLostError, RanksDifferError
 from tests.checkpoint.states import adamw, assert_equal, build, own_snapshot, set_state, shared_folder, state_of, train
-from tests.forked_writers import fork_writers
+from tests.forked_writers import fork_writers, start_as_users_do
 from tests.harness import distributed, run_forked, same_on_every_rank
 from tests.models import shard_layers
 
 SHORT = timedelta(seconds=3)
 
-start_as_users_do = background.start_writer
 fork_writers()
 
 
