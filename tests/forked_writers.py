@@ -12,6 +12,7 @@ import subprocess
 
 from fsdp_compose.checkpoint import background, writer
 
+start_as_users_do = background.start_writer
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload([writer.__name__])
 

@@ -172,3 +172,14 @@ def handles_of(model: nn.Module) -> list[FlatParamHandle]:
 def all_unsharded_bytes(model: nn.Module) -> int:
     """Bytes of unsharded storage that all groups of ``model`` hold now."""
     return sum(handle.unsharded.memory.nbytes() for handle in handles_of(model))
+
+
+def tensors_of(*values: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results. Operators take them alone or in lists, nothing deeper."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(*value)
+    return found

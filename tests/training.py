@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp_compose import RaggedDTensor, clip_grad_norm_, fully_shard, no_sync, set_requires_all_reduce
+from fsdp_compose import RaggedDTensor, RaggedShard, clip_grad_norm_, fully_shard, no_sync, set_requires_all_reduce
 from tests.internals import full_gradients, full_parameters, sharded_params
 from tests.models import GPT, Experts, Stack, batches, gpt_loss, inputs, rows, shard_layers
 
@@ -114,11 +114,14 @@ def assert_same_parameters(
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module, *when: object, **tolerances: float) -> None:
-    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+    both = zip(model.named_parameters(), reference.parameters(), strict=True)
+    pairs = {name: (param, other) for (name, param), other in both}
+    for name, (param, other) in pairs.items():
         assert (param.grad is None) == (other.grad is None), f"{name}: {param.grad}, expected {other.grad}; {when}"
-        if other.grad is not None:
-            note = functools.partial("{}: {} {}".format, name, when)
-            torch.testing.assert_close(full(param.grad), other.grad, **tolerances, msg=note)
+    got = wholes({name: param.grad for name, (param, other) in pairs.items() if other.grad is not None})
+    for name, grad in got.items():
+        note = functools.partial("{}: {} {}".format, name, when)
+        torch.testing.assert_close(grad, pairs[name][1].grad, **tolerances, msg=note)
 
 
 def assert_parameters_match(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
@@ -156,7 +159,42 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters, whole, by FQN. All ranks must call it."""
-    return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+    return wholes({name: param.detach() for name, param in model.named_parameters()})
+
+
+def wholes(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of tensors, whole if they are sharded. All ranks must call it."""
+    ours = {name: item for name, item in tensors.items() if is_cut_over_one_mesh(item)}
+    found = gathered(ours) if len({item.device_mesh for item in ours.values()}) == 1 else {}
+    return {name: found[name] if name in found else full(item).clone() for name, item in tensors.items()}
+
+
+def is_cut_over_one_mesh(tensor: Any) -> bool:
+    if not isinstance(tensor, RaggedDTensor) or not tensor.is_floating_point():
+        return False
+    return len(tensor.placements) == 1 and isinstance(tensor.placements[0], RaggedShard)
+
+
+def gathered(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Sharded tensors, whole, by one gather for all: each has its elements in the order of ranks, of the mesh's last
+    dimension. ``full_tensor`` of each takes longer than a training step."""
+    if not tensors:
+        return {}
+    group = next(iter(tensors.values())).device_mesh.get_group(-1)
+    local = [tensor.to_local().detach().flatten().double() for tensor in tensors.values()]
+    counts, room = [part.numel() for part in local], sum(tensor.numel() for tensor in tensors.values())
+    mine = torch.zeros(len(counts) + room, dtype=torch.float64)  # in which numbers and elements are exact
+    mine[: len(counts) + sum(counts)] = torch.cat([torch.tensor(counts, dtype=mine.dtype), *local])
+    everyones = torch.empty(group.size() * len(mine), dtype=torch.float64)
+    dist.all_gather_into_tensor(everyones, mine, group=group)
+    parts = []
+    for row in everyones.view(group.size(), -1):
+        theirs = row[: len(counts)].long().tolist()
+        parts.append(row[len(counts) : len(counts) + sum(theirs)].split(theirs))
+    return {
+        name: torch.cat(parts_of_one).view(tensor.shape).to(tensor.dtype)
+        for (name, tensor), parts_of_one in zip(tensors.items(), zip(*parts, strict=True), strict=True)
+    }
 
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

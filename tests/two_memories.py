@@ -29,11 +29,10 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fsdp_compose._torch import is_wrapper
 from fsdp_compose.core.flat import local_of
-from tests.internals import import_all
+from tests.internals import import_all, tensors_of
 
 import_all()
 
@@ -96,7 +95,7 @@ class TwoMemories(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = tensors_of(*args, *kwargs.values())
         if any(map(is_wrapper, given)):
             return NotImplemented  # what the subclass does inside comes here again
         name = func._schema.name
@@ -112,8 +111,8 @@ class TwoMemories(TorchDispatchMode):
         known = {item.untyped_storage()._cdata for item in given if item.layout == torch.strided}
         result = func(*args, **kwargs)
         if any(sides):
-            for made in tree_leaves(result):
-                if isinstance(made, torch.Tensor) and made.layout == torch.strided:
+            for made in tensors_of(result):
+                if made.layout == torch.strided:
                     if made.untyped_storage()._cdata not in known:
                         self._note(made)
         return result

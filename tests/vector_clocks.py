@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose._torch import is_wrapper
 from fsdp_compose.core.comm.transport import Label, Transport, TransportRole, Work
-from tests.internals import import_all
+from tests.internals import import_all, tensors_of
 
 import_all()
 
@@ -318,7 +318,7 @@ class Clocks(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [*_tensors_of((args, [*kwargs.values()]))]
+        given = tensors_of(*args, *kwargs.values())
         if any(map(is_wrapper, given)):
             return NotImplemented  # what the subclass does inside comes here again
         name = func._schema.name
@@ -341,7 +341,7 @@ class Clocks(TorchDispatchMode):
             if target and target.is_host:  # unless asked not to, such a copy returns when it has ended
                 self.let_host_wait(stream.clock)
         result = func(*args, **kwargs)
-        for made in _tensors_of(result):
+        for made in tensors_of(result):
             if id(made) not in known:
                 if stream is self.host and made.layout == torch.strided:
                     self._begin(made.untyped_storage(), is_host=True)
@@ -349,7 +349,7 @@ class Clocks(TorchDispatchMode):
         return result
 
     def _touch_all(self, value: Any, is_write: bool, name: str, stream: Stream) -> None:
-        for leaf in _tensors_of(value):
+        for leaf in tensors_of(value):
             self.touch(leaf, is_write, name, stream)
 
     def _stream_of(self, given: list[torch.Tensor]) -> Stream:
@@ -432,15 +432,6 @@ class _Clocked(Transport):
 
     def skip(self, nbytes: int, label: Label) -> None:
         self._inner.skip(nbytes, label)
-
-
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results. Operators take them alone or in lists, nothing deeper."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_of(item)
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -16,7 +16,7 @@ from tests.harness import distributed
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, assert_parameters_match, local_part, mean_over_ranks, sgd, train
 
-STEPS = 3
+STEPS = 2
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 

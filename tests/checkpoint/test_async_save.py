@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,13 +39,13 @@ from fsdp_compose.checkpoint.folders import (
 from fsdp_compose.core.comm import known_for
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError, RankLostError, RanksDifferError
 from tests.checkpoint.states import adamw, assert_equal, build, own_snapshot, set_state, shared_folder, state_of, train
-from tests.forked_writers import fork_writers
-from tests.harness import ROOT, distributed, run_forked, same_on_every_rank
+from tests.forked_writers import fork_writers, start_as_users_do
+from tests.harness import distributed, run_forked, same_on_every_rank
 from tests.models import shard_layers
 
 SHORT = timedelta(seconds=3)
 
-fork_writers()  # the trainers below start theirs as users do
+fork_writers()
 
 
 def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -651,67 +652,67 @@ def interrupt(*_: Any) -> Any:
 
 # ---- the end of the trainer
 
-TRAINER = """
-import os, signal, sys
-import torch
-from pathlib import Path
-from fsdp_compose.checkpoint import Saver, async_save, background
 
-folder, how = Path(sys.argv[1]), sys.argv[2]
-state = {"x": torch.arange(1000.0)}
-saver = Saver(state)
-pid = saver.pid
-os.kill(pid, signal.SIGSTOP)
-saving = saver.save(state, folder / "one")
-state["x"].zero_()
-if how == "writer":
-    os.kill(pid, signal.SIGKILL)
-elif how != "fork":
-    os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 1; kill -CONT {pid}"], os.environ)
-if how == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-if how == "terminated":  # with the whole job
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-    os.kill(pid, signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
-if how == "fork":
-    if os.fork() == 0:
-        saver.save({"x": torch.ones(1000)}, folder / "of the fork").result()
-        sys.exit()  # at its exit this process does not wait for the parent's
-    assert os.wait()[1] == 0 and not saving.done()
-    os.kill(pid, signal.SIGCONT)
-if how == "raises":
-    raise RuntimeError("of the training")
-"""
+def trainer(_rank: int, folder: Path, how: str) -> None:
+    """A program that ends as an interpreter does, after it has printed what it raised."""
+    if how in ("killed", "terminated"):
+        background.start_writer = start_as_users_do  # in a session of its own, where no SIGTERM ends it
+    try:
+        train_to_the_end(folder, how)
+    except RuntimeError:
+        traceback.print_exc()
+    ctypes.pythonapi.Py_Exit(int(how == "raises"))
+
+
+def train_to_the_end(folder: Path, how: str) -> None:
+    state = {"x": torch.arange(1000.0)}
+    saver = Saver(state)
+    pid = saver.pid
+    os.kill(pid, signal.SIGSTOP)
+    saving = saver.save(state, folder / "one")
+    state["x"].zero_()
+    if how == "writer":
+        os.kill(pid, signal.SIGKILL)
+    elif how != "fork":
+        os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 1; kill -CONT {pid}"], os.environ)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "terminated":  # with the whole job
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        os.kill(pid, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if how == "fork":
+        if os.fork() == 0:
+            saver.save({"x": torch.ones(1000)}, folder / "of the fork").result()
+            ctypes.pythonapi.Py_Exit(0)  # at its exit this process does not wait for the parent's
+        assert os.wait()[1] == 0 and not saving.done()
+        os.kill(pid, signal.SIGCONT)
+    if how == "raises":
+        raise RuntimeError("of the training")
 
 
 @pytest.mark.parametrize("how", ["killed", "terminated", "returns", "raises", "writer", "fork"])
 def test_the_end_of_a_trainer(how, tmp_path):
     """Killed, it does not lose the save; otherwise it waits for it, and says what nobody has heard. A fork of it saves
     from memory of its own."""
-    ended = subprocess.run(
-        [sys.executable, "-c", TRAINER, str(tmp_path), how],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    ((ended, said),) = run_forked(1, tmp_path, trainer, folder, how)
     code = {"killed": -signal.SIGKILL, "terminated": 7, "raises": 1}.get(how, 0)
-    assert ended.returncode == code, ended.stderr
+    assert ended == code, said
     if how == "writer":
-        assert "RankLostError: async_save(): the process that saves for rank 0 is gone" in ended.stderr
-        assert not [*tmp_path.iterdir()]
+        assert "RankLostError: async_save(): the process that saves for rank 0 is gone" in said
+        assert not [*folder.iterdir()]
         return
     if how in ("killed", "terminated"):
-        assert latest(tmp_path) == tmp_path / "one"  # which waits for a writer that is at work
+        assert latest(folder) == folder / "one"  # which waits for a writer that is at work
     into = {"x": torch.zeros(1000)}
-    load(into, tmp_path / "one")
+    load(into, folder / "one")
     assert torch.equal(into["x"], torch.arange(1000.0))
     if how == "fork":
-        load(into, tmp_path / "of the fork")
+        load(into, folder / "of the fork")
         assert torch.equal(into["x"], torch.ones(1000))
-    assert "RankLostError" not in ended.stderr
+    assert "RankLostError" not in said
 
 
 @distributed(world_size=2)

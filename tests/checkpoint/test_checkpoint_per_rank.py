@@ -128,7 +128,10 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     return model, optimizer, optimizer.state[model.second.weight]
 
 
-@pytest.mark.parametrize("form", ["nested", "flattened", "own", "in a list", "keys differ"])
+FORMS = ["nested", "flattened", "own", "in a list", "keys differ"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @distributed(world_size=2)
 def test_plain_tensors_of_optimizer_state_that_differ_are_refused(form):
     model, optimizer, of_weight = trained()
@@ -145,10 +148,11 @@ def test_plain_tensors_of_optimizer_state_that_differ_are_refused(form):
         own = {f"own {rank}": rank} if form == "keys differ" else {}
         return {"app": {"optimizer": state, **own}}, "app.optimizer.state.second.weight.packed"
 
-    for kind, value in VALUES.items():
+    for i, (kind, value) in enumerate(VALUES.items()):
         print(kind)
         assert_refused(*state_with(value(rank)))
-        assert_saved(state_with(value(1))[0])
+        if (i + FORMS.index(form)) % 2:  # every form, and every kind, is saved too where it does not differ
+            assert_saved(state_with(value(1))[0])
 
 
 @distributed(world_size=2)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import datetime
-import os
 import pathlib
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,10 @@ import torch.nn as nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from fsdp_compose import fully_shard
-from fsdp_compose.checkpoint import async_save, get_model_state_dict, load, resume, save
+from fsdp_compose.checkpoint import async_save, background, get_model_state_dict, load, resume, save
 from tests.checkpoint.states import assert_equal, shared_folder
-from tests.harness import ROOT, distributed, run_distributed, same_on_every_rank
+from tests.forked_writers import start_as_users_do
+from tests.harness import distributed, run_distributed, run_forked, same_on_every_rank
 
 # ---- What each rank has for itself
 
@@ -188,18 +187,12 @@ def test_a_class_that_both_programs_name_is_saved_and_loaded():
     assert type(given["x"]) is Mine
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-sys.path.insert(0, Path("elsewhere"))
-import torch
-from fsdp_compose.checkpoint import async_save
-print(async_save({"t": torch.ones(3)}, sys.argv[1]).result(100))
-"""
+def save_from_such_a_path(_rank: int, folder: Path) -> None:
+    sys.path.insert(0, Path("elsewhere"))  # type: ignore[arg-type]
+    background.start_writer = start_as_users_do  # in an interpreter that is given the path
+    print(async_save({"t": torch.ones(3)}, folder).result(100))
 
 
 def test_the_path_of_modules_may_have_entries_that_are_no_texts(tmp_path):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "checkpoint")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.stdout.split() == [str(tmp_path / "checkpoint")], ended.stderr
+    ((code, said),) = run_forked(1, tmp_path, save_from_such_a_path, tmp_path / "checkpoint", timeout=120)
+    assert (code, said.split()) == (0, [str(tmp_path / "checkpoint")]), said

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -40,7 +41,7 @@ from fsdp_compose.core.group.registry import get_state
 from tests.flat.test_parameter_classes import CastWhenUsed
 from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.models import shard_layers
-from tests.training import adamw, local_part, mean_over_ranks, mean_square_in_float
+from tests.training import adamw, gathered, local_part, mean_over_ranks, mean_square_in_float
 
 DIM = 8
 aten = torch.ops.aten
@@ -227,6 +228,11 @@ CLASSES: dict[str, Any] = {
     "Released": Released,
     "PlainWithProtocol": PlainWithProtocol,
 }
+# All of them in one model: each for a weight before and one behind the rows, beside another one in its group.
+TOGETHER = {
+    "in order": (EightBit, RowScales, Released, PlainWithProtocol),
+    "exchanged": (RowScales, EightBit, PlainWithProtocol, Released),
+}
 
 
 class Layer(nn.Module):
@@ -254,14 +260,19 @@ def is_wrapped(name: str) -> bool:
     return name.endswith(("up.weight", "down.weight"))
 
 
+def class_of(cls: Any, name: str) -> Any:
+    """``cls``: a class, or four, of the wrapped weights in order."""
+    return cls[2 * int(name.split(".")[1]) + name.endswith("down.weight")] if isinstance(cls, tuple) else cls
+
+
 def nets(cls: Any, rows: int = DIM, checkpoints: bool = False) -> tuple[Net, Net]:
     """Two equal models; the first with weights of the class."""
     torch.manual_seed(0)
     model = Net(rows, checkpoints)
     reference = copy.deepcopy(model)
-    for layer in model.layers:
-        for linear in (layer.up, layer.down):
-            linear.weight = make(cls, linear.weight.detach())
+    for name, module in model.named_modules():
+        if is_wrapped(f"{name}.weight"):
+            module.weight = make(class_of(cls, f"{name}.weight"), module.weight.detach())
     return model, reference
 
 
@@ -273,7 +284,7 @@ def gradients_by_hand(
     with torch.no_grad():
         for name, param in twin.named_parameters():
             if is_wrapped(name):
-                param.copy_(cls.by_hand(param))
+                param.copy_(class_of(cls, name).by_hand(param))
     for share in batch.chunk(world_size):
         loss = mean_square_in_float(twin, share) / world_size
         loss.backward()
@@ -325,7 +336,7 @@ def check_training(
     mine = flat_parameters(model) if is_flat else [*model.parameters()]
     optimizers = [adamw(mine), adamw(reference.parameters())]
     generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
+    for _ in range(2):
         batches = [torch.randn(12, DIM, generator=generator) for _ in range(2 if wrap else 1)]
         expected: dict[str, Any] = {}
         for i, batch in enumerate(batches):
@@ -335,8 +346,8 @@ def check_training(
             grads, by_hand = gradients_by_hand(reference, cls, batch, world_size)
             assert abs(mean_over_ranks(loss) - by_hand) <= 1e-5
             expected = {name: grad + expected.get(name, 0) for name, grad in grads.items()}
-        for name, param in model.named_parameters():
-            got, wanted = whole(param.grad), expected[name]
+        for name, got in gathered({name: param.grad for name, param in model.named_parameters()}).items():
+            wanted = expected[name]
             assert got.dtype == wanted.dtype == torch.float32
             torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
             reference.get_parameter(name).grad = got.clone()
@@ -346,25 +357,24 @@ def check_training(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(whole(param), reference.get_parameter(name).detach(), atol=1e-6, rtol=1e-6)
+        for name, got in gathered(dict(model.named_parameters())).items():
+            torch.testing.assert_close(got, reference.get_parameter(name).detach(), atol=1e-6, rtol=1e-6)
             with torch.no_grad():  # what is rounded must not differ by a bit
-                reference.get_parameter(name).copy_(whole(param))
+                reference.get_parameter(name).copy_(got)
     return model, reference
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("name", "way"), [*((name, "plain") for name in CLASSES), *itertools.product(TOGETHER, WAYS)])
 @distributed(world_size=2)
 def test_training_equals_that_of_rounded_weights(name, way):
-    check_training(CLASSES[name], **WAYS[way])
+    check_training((CLASSES | TOGETHER)[name], **WAYS[way])
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", TOGETHER)
 @distributed(world_size=(1, 3, 4))
 def test_training_equals_that_of_rounded_weights_at_other_world_sizes(name):
     for way in ("plain", "uneven", "few rows", *(["hybrid"] if dist.get_world_size() == 4 else [])):
-        check_training(CLASSES[name], **WAYS[way])
+        check_training(TOGETHER[name], **WAYS[way])
 
 
 @pytest.mark.parametrize("cls", [ShortForm, OldForm, MethodWithoutContext, StaticForm, Inside])

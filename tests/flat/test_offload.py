@@ -87,7 +87,7 @@ def test_training_equals_training_on_the_device_bit_for_bit(options, flat_among,
         params = flat_parameters(model) if flat else [*model.parameters()]
         expected = flat_parameters(twin) if flat else [*twin.parameters()]
         optimizer = adamw(params)
-        assert train_gpt(model, optimizer, 3, clip=params) == train_gpt(twin, adamw(expected), 3, clip=expected)
+        assert train_gpt(model, optimizer, 2, clip=params) == train_gpt(twin, adamw(expected), 2, clip=expected)
         assert_equal(model, twin)
         for param in params:
             assert memories.is_on_host(param)

@@ -43,7 +43,7 @@ def kept(model: nn.Module) -> list[bool]:
 @distributed(world_size=4)
 def test_trains_like_full_gathers(use_reentrant, is_flat):
     torch.manual_seed(0)
-    ours = GPT(use_reentrant=use_reentrant, layers=3)
+    ours = GPT(use_reentrant=use_reentrant, layers=2)
     theirs = copy.deepcopy(ours)
     shard(ours)
     for block in theirs.blocks:
@@ -62,8 +62,9 @@ def test_trains_like_full_gathers(use_reentrant, is_flat):
             clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-        assert kept(ours) == [False] * 3
-        assert_same_parameters(ours, theirs, tolerance=0)
+        assert kept(ours) == [False] * 2
+        for (name, param), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(param.to_local(), other.to_local()), name
 
 
 @distributed(world_size=4)

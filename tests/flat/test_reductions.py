@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from fsdp_compose import (
     set_requires_all_reduce,
 )
 from tests.harness import distributed, lasting_mesh
-from tests.training import local_part, pair
+from tests.training import gathered, local_part, pair
 
 
 class Net(nn.Module):
@@ -126,27 +125,6 @@ class Both:
             got, expected = whole.get(name, torch.zeros(())), torch.zeros(()) if param.grad is None else param.grad
             difference = (got - expected * scale).abs().max().item()
             assert difference <= tolerance * max(1.0, scale), f"{name} differs by {difference}"
-
-
-def gathered(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Sharded tensors, whole, by one gather for all: each has its elements in the order of ranks."""
-    if not tensors:
-        return {}
-    group = next(iter(tensors.values())).device_mesh.get_group(-1)
-    local = [tensor.to_local().flatten() for tensor in tensors.values()]
-    counts, room = [part.numel() for part in local], sum(tensor.numel() for tensor in tensors.values())
-    mine = torch.zeros(len(counts) + room, dtype=torch.float64)  # in which numbers and elements are exact
-    mine[: len(counts) + sum(counts)] = torch.cat([torch.tensor(counts), *local])
-    everyones = torch.empty(group.size() * len(mine), dtype=torch.float64)
-    dist.all_gather_into_tensor(everyones, mine, group=group)
-    parts = []
-    for row in everyones.view(group.size(), -1):
-        theirs = row[: len(counts)].long().tolist()
-        parts.append(row[len(counts) : len(counts) + sum(theirs)].split(theirs))
-    return {
-        name: torch.cat(parts_of_one).view(tensor.shape).to(tensor.dtype)
-        for (name, tensor), parts_of_one in zip(tensors.items(), zip(*parts, strict=True), strict=True)
-    }
 
 
 def plain(both: Both) -> None:

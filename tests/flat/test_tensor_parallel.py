@@ -530,8 +530,8 @@ def test_flat_views_train_and_are_clipped_as_one_process(kind, optimizer, way):
     expected = reference(layers=2)
     make = OPTIMIZERS[optimizer]
     ours, theirs = make(fsdp_compose.flat_parameters(model)), make(expected.parameters())
-    norms = train(model, share_of(mesh[data]), ours, clip=clip)
-    torch.testing.assert_close(norms, train(expected, optimizer=theirs, clip=TORCHS), rtol=1e-5, atol=1e-6)
+    norms = train(model, share_of(mesh[data]), ours, clip=clip, steps=2)
+    torch.testing.assert_close(norms, train(expected, optimizer=theirs, clip=TORCHS, steps=2), rtol=1e-5, atol=1e-6)
     assert_same_parameters(model, expected)
     state, plain = (get_optimizer_state_dict(*item)["state"] for item in ((model, ours), (expected, theirs)))
     key = "momentum_buffer" if optimizer == "sgd" else "exp_avg_sq"
@@ -660,8 +660,12 @@ def test_checkpoints_load_on_every_mesh(source):
     folder = shared_folder()
     saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(saved, checkpoint_id=str(folder / "saved"))
-    for name, build in layouts().items():
-        for how in ("dcp", "full", "broadcast") if "tp" in source + name else ():
+    place = [*layouts()].index(source)
+    for i, (name, build) in enumerate(layouts().items()):
+        for k, how in enumerate(("dcp", "full", "broadcast")):
+            # Every two of a source, a layout and a way meet, but for layouts without tensor parallelism.
+            if "tp" not in source + name or ((place + i + k) % 3 if "tp" in source else (i + k) % 2):
+                continue
             other, _ = build()
             theirs = adamw(other)
             if how == "dcp":

@@ -71,7 +71,7 @@ def test_the_step_is_the_ordinary_one_bit_for_bit(name, policy, flat):
         params, expected = params_of(model, flat), params_of(twin, flat)
         optimizer = offload_optimizer_states(make(params, **arguments), chunk_bytes=SMALL)
         other = make(expected, **arguments)
-        assert train_gpt(model, optimizer, 3, clip=params) == train_gpt(twin, other, 3, clip=expected)
+        assert train_gpt(model, optimizer, 2, clip=params) == train_gpt(twin, other, 2, clip=expected)
         assert_equal(model, twin)
         for param, reference in zip(params, expected, strict=True):
             assert_same_state(optimizer.state[param], other.state[reference])

@@ -38,7 +38,7 @@ from tests.harness import distributed, fake_process_group
 from tests.models import shard_layers
 from tests.training import assert_same_parameters, full_values
 
-STEPS = 3
+STEPS = 2
 
 
 class Net(nn.Module):

@@ -50,9 +50,11 @@ def test_every_operator_that_communicates_waits_by_name(world_size):
     if mesh is None:
         mesh, placements = lasting_mesh(("data", "tensor")), [RaggedShard([2, 4]), Shard(1)]
     unnamed, num_communicating = [], 0
+    originals = [
+        distribute_ragged(given, mesh, placements, src_data_rank=None) for given in (whole, whole.long(), whole > 0)
+    ]
     for func, takes_list in of_one_tensor():
-        for given in (whole, whole.long(), whole > 0):
-            tensor = distribute_ragged(given, mesh, placements, src_data_rank=None)
+        for tensor in (original.clone() for original in originals):
             before = _numbers()
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")

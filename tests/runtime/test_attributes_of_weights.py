@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate, set_functional_mode, summon_full_params
 from tests.flat.test_all_gather_extensions import EightBit, RowScales
-from tests.harness import distributed, lasting_mesh
+from tests.harness import distributed, lasting_mesh, run_distributed
 from tests.models import shard_layers
 from tests.training import assert_same_parameters, mean_square, plain_sgd
 
@@ -157,8 +157,11 @@ def rows(step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("note", NOTES)
 @pytest.mark.parametrize("way", WAYS)
-@distributed(world_size=4, timeout=60)
 def test_attributes_that_a_training_step_sets_on_weights_are_on_the_parameters(way, note):
+    run_distributed(set_attributes, 4 if way == "reshard_after_forward=2" else 2, {"way": way, "note": note})
+
+
+def set_attributes(way: str, note: Callable[..., None]) -> None:
     model, reference = twins(note, way == "checkpointed")
     WAYS[way](model)
     params = [*model.parameters()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -25,7 +25,7 @@ from fsdp_compose import (
     set_transport,
 )
 from fsdp_compose.core.group.registry import get_state
-from tests.harness import distributed, fake_process_group
+from tests.harness import distributed, fake_process_group, lasting_mesh
 from tests.training import full
 
 WIDTH, NUM_BLOCKS = 32, 4
@@ -138,13 +138,10 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
     "default": dict,
     "kept after forward": lambda: {"reshard_after_forward": False},
     "bf16": lambda: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-    "hybrid": lambda: {"mesh": init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))},
+    "hybrid": lambda: {"mesh": lasting_mesh(("r", "s"))},
     "parts": lambda: {"reshard_after_forward": 2},
     "offloaded": lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "hfsdp": lambda: {
-        "mesh": init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s")),
-        "strategy": "hfsdp",
-    },
+    "hfsdp": lambda: {"mesh": lasting_mesh(("r", "s")), "strategy": "hfsdp"},
     "zero2": lambda: {"strategy": "zero2"},
     "ddp": lambda: {"strategy": "ddp"},
 }
@@ -154,12 +151,12 @@ def trained(limit: int | str | None, setting: str, is_checkpointed: bool = False
     """Parameters after steps with accumulation, frozen parameters and a forward without grad mode."""
     model = stack(limit, is_checkpointed, **SETTINGS[setting]())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for number in range(4):
-        if number == 2:
+    for number in range(3):
+        if number == 1:
             model.blocks[1].requires_grad_(False)
             with no_sync(model):
                 step(model, 50)
-        if number == 3:
+        if number == 2:
             model.blocks[1].requires_grad_(True)
             with torch.no_grad():
                 model(torch.ones(1, WIDTH))
@@ -169,12 +166,17 @@ def trained(limit: int | str | None, setting: str, is_checkpointed: bool = False
     return [full(param).detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@functools.cache
+def trained_without(setting: str, is_checkpointed: bool) -> list[torch.Tensor]:
+    return trained(None, setting, is_checkpointed)
+
+
 @pytest.mark.parametrize("limit", ["1 group", "2 groups"])
+@pytest.mark.parametrize("setting", SETTINGS)
 @distributed(world_size=4)
 def test_the_bits_are_those_without_a_limit(limit, setting):
     for is_checkpointed in (False, True):
-        expected = trained(None, setting, is_checkpointed)
+        expected = trained_without(setting, is_checkpointed)
         got = trained(limit, setting, is_checkpointed)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
