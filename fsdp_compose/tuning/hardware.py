@@ -70,6 +70,7 @@ class Device:
         peak: floating-point operations a second of the data sheet, by dtype, for MFU.
         capacity: bytes of memory; 0: unknown.
         overlaps: collectives run while the device computes. Those of the CPU take the time of the core that computes.
+        beside: how many times as long operations take while a collective runs.
         fused: the share of element-wise bytes that is left when blocks are compiled.
         host_memory: bytes a second that an optimizer's step on the host reads and writes, of one rank.
         host_link: bytes a second between the memories of host and device, in one direction.
@@ -91,6 +92,7 @@ class Device:
     peak: Mapping[str, float] = field(default_factory=dict)
     capacity: int = 0
     overlaps: bool = True
+    beside: float = 1.0
     fused: float = 0.4
     host_memory: float = 20e9
     host_link: float = 20e9
@@ -212,7 +214,7 @@ class Network:
         return replace(self, levels=(*levels,))
 
     def seconds(self, kind: str, nbytes: int, ranks: Sequence[int], sent: int | None = None) -> float:
-        """How long a collective takes by rings (or, if that is faster, by a tree for the latency), when nothing else
+        """How long a collective takes by rings (an all-reduce by trees, if their latency is less), when nothing else
         uses the connections but the collectives that other ranks of the node run at the same time.
 
         Args:
@@ -224,19 +226,18 @@ class Network:
         if sent is None:
             sent = int(nbytes * (num - 1) / num) * (2 if kind == ALL_REDUCE else 1)
         spans = [*self._levels_of(ranks)]
-        seconds = self.start
-        steps = (num - 1) * (2 if kind == ALL_REDUCE else 1)
-        slowest = math.inf
-        for level, inside, nodes in spans:
-            # A ring enters and leaves a node once, and there are as many rings as ranks of the group in a node: so the
-            # group uses the connections of all its ranks there. Rings run at the pace of the slowest level.
-            slowest = min(slowest, level.bandwidth * inside)
-            tree = 4 * math.log2(num) + nodes
-            seconds += level.latency * min(steps, tree)
+        ring = tree = 0.0
+        for i, (level, _, nodes) in enumerate(spans):
+            above = spans[i + 1][2] if i + 1 < len(spans) else 1
+            ring += (nodes - above) * level.latency
+            tree += math.log2(nodes / above) * level.latency
         if kind == ALL_TO_ALL:  # each level carries what leaves its nodes, and a rank uses its own connection
             shares = [(num - inside) / (num - 1) / level.bandwidth for level, inside, _ in spans]
-            return seconds + sent * max(shares)
-        return seconds + sent / slowest
+            return self.start + tree + sent * max(shares)
+        # A ring enters and leaves a node once, and there are as many rings as ranks of the group in a node: so the group
+        # uses the connections of all its ranks there. Rings run at the pace of the slowest level.
+        slowest = min(level.bandwidth * inside for level, inside, _ in spans)
+        return self.start + (min(2 * ring, 2 * tree) if kind == ALL_REDUCE else ring) + sent / slowest
 
     def _levels_of(self, ranks: Sequence[int]) -> Iterator[tuple[Level, int, int]]:
         """The levels that a collective of these ranks crosses, how many of them are in a node below each, and how many

@@ -191,6 +191,9 @@ class _Streams(_Clock):
             seconds = self._device.seconds(event, is_compiled)
             self._host += self._device.host_seconds(is_compiled)
             start = max(self._now, self._host)
+            busy, factor = max(self._queues.values(), default=0.0) - start, self._device.beside
+            if busy > 0.0:
+                seconds = min(seconds * factor, seconds + busy * (1 - 1 / factor))
         self._compute += seconds
         self._now = self._note(COMPUTE, event.name, start, start + seconds)
 
