@@ -34,6 +34,7 @@ from .simulated_step import LossOf as LossOf
 from .simulated_step import MakeOptimizer as MakeOptimizer
 from .simulated_step import OptimizerOf as OptimizerOf
 from .simulated_step import simulate as simulate
+from .step_events import BACKWARD as BACKWARD
 from .step_events import FORWARD as FORWARD
 from .step_events import STEP as STEP
 from .step_events import Allocated as Allocated

@@ -13,12 +13,14 @@ from threading import get_ident
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from .._torch import (
     DispatchMode,
     current_graph_task_id,
+    flex_attention_by,
     is_composite,
     is_wrapper,
     overload_packet,
@@ -390,9 +392,9 @@ _HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but
 
 
 @contextmanager
-def norms_of_devices() -> Iterator[None]:
+def kernels_of_devices() -> Iterator[None]:
     """On this thread, let RMSNorm be one operation that keeps its input and a number for each row, as on accelerators;
-    on the CPU it is several, which keep more."""
+    on the CPU it is several, which keep more. FlexAttention, which has no backward there, is an attention to all."""
     on_cpu, thread = torch.rms_norm, get_ident()
 
     def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
@@ -404,7 +406,8 @@ def norms_of_devices() -> Iterator[None]:
     # Not a mode for torch functions: none is active while autograd recomputes a checkpointed forward.
     torch.rms_norm = rms_norm
     try:
-        yield
+        with flex_attention_by(F.scaled_dot_product_attention):
+            yield
     finally:
         torch.rms_norm = on_cpu
 

@@ -61,7 +61,7 @@ def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Devic
     products = [item for item in operations if item[0].flops and not item[0].is_attention]
     rates, matmul_bytes = fitted_products((_key_of(item), item.flops, item.nbytes, took) for item, took in products)
     forward, backward = (
-        median(item.flops / took for item, took in operations if item.is_attention and is_backward(item) == which)
+        median(item.flops / took for item, took in operations if item.is_attention and item.is_backward == which)
         for which in (False, True)
     )
     curves = curves_of((item.name, item.nbytes, took) for item, took in operations if not item.flops)
@@ -81,10 +81,6 @@ def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Devic
         curves=curves,
         collectives={} if is_cuda else _collectives(samples, clock),
     )
-
-
-def is_backward(attention: Operation) -> bool:
-    return attention.name.endswith("backward")
 
 
 def _key_of(product: Operation) -> str:

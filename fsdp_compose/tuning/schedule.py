@@ -13,7 +13,7 @@ from typing import Any
 
 from .._arguments import checked
 from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ..inspect import STEP, Allocated, Issue, Operation, StepEvent, Wait
+from ..inspect import BACKWARD, FORWARD, STEP, Allocated, Issue, Operation, StepEvent, Wait
 from .hardware import Device, Network
 
 COMPUTE, LINK = "compute", "copies between host and device"
@@ -76,9 +76,9 @@ def schedule(
     """Predict how long a step takes.
 
     Args:
-        events: of a step with one micro-batch, see ``WorldFacts``.
+        events: of a step with one micro-batch, see ``WorldFacts``; or with two, if earlier ones differ from the last.
         device, network: the hardware.
-        num_batches: micro-batches of a step, whose gradients are reduced each.
+        num_batches: micro-batches of a step.
         is_offloaded: parameters, gradients and optimizer state are in host memory.
         is_compiled: blocks are compiled: operations that are no products move fewer bytes.
         keeps_spans: note everything that takes time.
@@ -90,14 +90,17 @@ def schedule(
         ValueError: the device does not say how fast products in some dtype are.
     """
     clock = (_Streams if device.overlaps else _Core)(device, network, is_offloaded, is_compiled, keeps_spans)
-    start = next((i for i, event in enumerate(events) if getattr(event, "phase", None) == STEP), len(events))
-    for _ in range(num_batches):
-        for event in events[:start]:
+    phases = [getattr(event, "phase", "") for event in events]
+    start = phases.index(STEP) if STEP in phases else len(events)
+    backward = phases.index(BACKWARD) if BACKWARD in phases else start
+    last = next((i for i in range(backward, start) if phases[i] == FORWARD), 0)  # the second micro-batch begins
+    for number in range(num_batches, 0, -1):
+        for event in events[:start] if not last else events[last:start] if number == 1 else events[:last]:
             clock.take(event)
-    backward = clock.finish()
+    begun = clock.finish()
     for event in events[start:]:
         clock.take(event)
-    return clock.result(backward)
+    return clock.result(begun)
 
 
 class _Clock:
@@ -157,7 +160,8 @@ class _Clock:
             self._spans.append(Span(lane, name, start, end))
         return end
 
-    def result(self, backward: float) -> Schedule:
+    def result(self, optimizer: float) -> Schedule:
+        """The times of a step whose optimizer began then."""
         seconds = self.finish()
         return Schedule(
             seconds=seconds,
@@ -165,7 +169,7 @@ class _Clock:
             communication=self._communication,
             exposed=self._exposed,
             host=self._host,
-            optimizer=seconds - backward,
+            optimizer=seconds - optimizer,
             flops=self._flops,
             mfu=self._peak_seconds / seconds if seconds else 0.0,
             spans=tuple(self._spans),
