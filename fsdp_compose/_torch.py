@@ -1306,7 +1306,7 @@ def admit_several_chunks(is_sharded: Callable[[Any], bool]) -> None:
 
 @contextlib.contextmanager
 def flex_attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let FlexAttention call ``attend(query, key, value, scale=..., enable_gqa=True)`` for its result, on any device."""
+    """Let FlexAttention be ``attend(query, key, value, scale=..., enable_gqa=True)``, on any device."""
     from torch.nn.attention import flex_attention as module
 
     names = "_validate_device", "flex_attention_hop"

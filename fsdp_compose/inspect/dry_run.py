@@ -28,7 +28,7 @@ from .._torch import (
     storage_id,
 )
 from .plan_report import ACTIVATIONS, GATHERED, KINDS, OTHER, TEMPORARY, Moment
-from .step_events import Allocated, Operation, StepEvent, operation_of
+from .step_events import Operation, StepEvent, operation_of
 
 # ---- The ledger: allocations and frees of a run, in order, and the bytes of each kind at each moment.
 #
@@ -95,7 +95,7 @@ class Ledger:
     def resized(self, storage: torch.UntypedStorage) -> None:
         item = self._items.get(storage_id(storage))
         if item is not None:
-            self._grow(item, storage.nbytes() - item.nbytes)
+            self._change(item, storage.nbytes() - item.nbytes)
 
     def exchanged(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         """Note that two storages exchanged their memory, as those of unsharded parameters do."""
@@ -111,7 +111,7 @@ class Ledger:
         item = self._items.get(key)
         if item is None:
             item = self._items[key] = _Item(self._kind_of_new(), 0, weakref.ref(storage, partial(self._died, key)))
-            self._grow(item, storage.nbytes())
+            self._change(item, storage.nbytes())
         return item
 
     def _kind_of_new(self) -> str:
@@ -128,11 +128,6 @@ class Ledger:
     def _died(self, key: int, _: object) -> None:
         item = self._items.pop(key)
         self._change(item, -item.nbytes)
-
-    def _grow(self, item: _Item, growth: int) -> None:
-        if growth > 0:
-            self.events.append(Allocated(growth))
-        self._change(item, growth)
 
     def _change(self, item: _Item, growth: int) -> None:
         if growth:

@@ -1,4 +1,4 @@
-"""What one rank does in a training step, in order: operations, collectives, waits and new memory. ``simulate`` records
+"""What one rank does in a training step, in order: operations, collectives and waits. ``simulate`` records
 them in its last step, and the ``tuning`` wing tells from them how long a step takes."""
 
 from __future__ import annotations
@@ -84,18 +84,7 @@ class Wait:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Allocated:
-    """New memory.
-
-    Attributes:
-        nbytes: its size.
-    """
-
-    nbytes: int
-
-
-StepEvent: TypeAlias = Operation | Issue | Wait | Allocated
+StepEvent: TypeAlias = Operation | Issue | Wait
 
 
 def operation_of(

@@ -119,7 +119,7 @@ def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(hardware.toml(), encoding="utf-8")
+        aside.write_text(hardware.json(), encoding="utf-8")
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ..inspect import Issue, Operation, StepEvent
 from .hardware import Curve, Device, Level, Network
 from .schedule import schedule
-from .workload import FRESH, KEPT, NUM_TINY, STEP_ALONE, STEP_SHARDED, TINY
+from .workload import NUM_TINY, STEP_ALONE, STEP_SHARDED, TINY
 
 WALL, CPU = "wall", "cpu"
 
@@ -65,7 +65,6 @@ def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Devic
         for which in (False, True)
     )
     curves = curves_of((item.name, item.nbytes, took) for item, took in operations if not item.flops)
-    fresh = [item.nbytes for item in samples if item.name == FRESH]
     return Device(
         "",
         "calibrate",
@@ -77,7 +76,6 @@ def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Devic
         host=tiny,
         collective=0.0,
         overlaps=is_cuda,
-        fresh=max(0.0, seconds[FRESH] - seconds[KEPT]) / fresh[0] if fresh else 0.0,
         curves=curves,
         collectives={} if is_cuda else _collectives(samples, clock),
     )

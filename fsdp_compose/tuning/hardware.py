@@ -1,6 +1,6 @@
 """What a machine can do: a device, and the networks between the ranks. Presets, and files in JSON.
 
-Rates are what training gets out of a device, not what a data sheet promises. Those of a preset were chosen from published
+Rates are what training gets out of a device, not what a data sheet promises. Those of a preset come from published
 runs, see below. ``python -m fsdp_compose calibrate`` measures those of a machine."""
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class Device:
         eager: how many times as long the element-wise operations of eager blocks take as their bytes say.
         host_memory: bytes a second that an optimizer's step on the host reads and writes, of one rank.
         host_link: bytes a second between the memories of host and device, in one direction.
-        fresh: seconds for a byte of new memory, in pieces of at least ``fresh_from`` bytes: page faults of a CPU.
         curves: seconds of element-wise operations by bytes, where ``memory`` says too little.
         collectives: seconds of a core that a collective takes, by kind and bytes, if nothing ``overlaps``.
         error: the relative error to expect of the ratio of two predicted times of one model.
@@ -93,8 +92,6 @@ class Device:
     eager: float = 1.0
     host_memory: float = 20e9
     host_link: float = 20e9
-    fresh: float = 0.0
-    fresh_from: int = 32 << 20
     curves: Mapping[str, Curve] = field(default_factory=dict)
     collectives: Mapping[str, Curve] = field(default_factory=dict)
     error: float = 0.1
@@ -123,19 +120,18 @@ class Device:
 
     def slower(self, factor: float) -> Device:
         """This device, on which everything but collectives takes so many times as long."""
-        curves = {
-            name: Curve(it.nbytes, tuple(factor * took for took in it.seconds)) for name, it in self.curves.items()
-        }
-        rates = {dtype: rate / factor for dtype, rate in self.matmul.items()}
-        names = ("kernel", "host", "fresh"), ("memory", "matmul_bytes", "host_memory")
-        times, speeds = ({name: getattr(self, name) for name in some} for some in names)
+        curves = {name: Curve(it.nbytes, tuple(factor * s for s in it.seconds)) for name, it in self.curves.items()}
+        forward, backward = self.attention
         return replace(
             self,
-            matmul=rates,
-            attention=(self.attention[0] / factor, self.attention[1] / factor),
+            matmul={dtype: rate / factor for dtype, rate in self.matmul.items()},
+            matmul_bytes=self.matmul_bytes / factor,
+            attention=(forward / factor, backward / factor),
+            memory=self.memory / factor,
+            host_memory=self.host_memory / factor,
+            kernel=self.kernel * factor,
+            host=self.host * factor,
             curves=curves,
-            **{name: value * factor for name, value in times.items()},
-            **{name: value / factor for name, value in speeds.items()},
         )
 
     def reserved(self, peak: int, num_networks: int) -> dict[str, int]:
@@ -166,8 +162,8 @@ class Device:
         return self.curves.get(name) or self.curves.get(_LIKE.get(name, "add_" if name.endswith("_") else "add"))
 
 
-# Torchtitan published 82.4, 77.0, 67.0 and 62.0 GiB reserved (its benchmarks/llama3_h100_202412_torchtitan.md) where 68.0,
-# 68.0, 57.5 and 57.5 GiB are predicted to be allocated.
+# Torchtitan published 82.4, 77.0, 67.0 and 62.0 GiB reserved (its benchmarks/llama3_h100_202412_torchtitan.md) where
+# 68.0, 68.0, 57.5 and 57.5 GiB are predicted to be allocated.
 _ALLOCATOR = 0.15
 _CUBLAS = 32 << 20  # torch's default on Hopper, CUBLAS_WORKSPACE_CONFIG; less elsewhere
 _NCCL = 32 * 2 * (4 << 20)  # of a process group: up to 32 channels, two neighbors in a ring, NCCL_BUFFSIZE's default
@@ -271,8 +267,8 @@ class Network:
         if kind == ALL_TO_ALL:  # each level carries what leaves its nodes, and a rank uses its own connection
             shares = [(num - inside) / (num - 1) / level.bandwidth for level, inside, _ in spans]
             return self.start + tree + sent * max(shares)
-        # A ring enters and leaves a node once, and there are as many rings as ranks of the group in a node: so the group
-        # uses the connections of all its ranks there. Rings run at the pace of the slowest level.
+        # A ring enters and leaves a node once, and there are as many rings as ranks of the group in a node: so the
+        # group uses the connections of all its ranks there. Rings run at the pace of the slowest level.
         slowest = min(level.bandwidth * inside for level, inside, _ in spans)
         return self.start + (min(2 * ring, 2 * tree) if kind == ALL_REDUCE else ring) + sent / slowest
 
@@ -388,8 +384,8 @@ def _numbers(path: Any, where: str, value: Any) -> list[float]:
 
 # ---- Presets: the data sheet's figures, and which part of them training reaches.
 #
-# Attention is that of FlashAttention-2 (https://arxiv.org/abs/2307.08691, figures 4 and 5: causal), in proportion to the
-# peak where it has none. Each rank has a network card of its own, as in the makers' servers of 8.
+# Attention is that of FlashAttention-2 (https://arxiv.org/abs/2307.08691, figures 4 and 5), in proportion to the peak
+# where it has none. Each rank has a network card of its own, as in the makers' servers of 8.
 # Latencies of rings are NCCL's own (its src/graph/tuning.cc: a hop of a NVLink ring takes 3.4 us, one over the network
 # 9.6). Links and memory reach 0.75 and 0.8 of their sheets.
 #

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._arguments import checked
 from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ..inspect import BACKWARD, FORWARD, STEP, Allocated, Issue, Operation, StepEvent, Wait
+from ..inspect import BACKWARD, FORWARD, STEP, Issue, Operation, StepEvent
 from .hardware import Device, Network
 
 COMPUTE, LINK = "compute", "copies between host and device"
@@ -123,10 +123,8 @@ class _Clock:
             self._operation(event, self._is_compiled and event.phase != STEP)
         elif isinstance(event, Issue):
             self._issue(event)
-        elif isinstance(event, Wait):
-            self._wait(event.number)
         else:
-            self._allocated(event)
+            self._wait(event.number)
 
     def finish(self) -> float:
         """Wait for everything. Returns the time."""
@@ -142,8 +140,6 @@ class _Clock:
 
     def _wait(self, number: int) -> None:
         self._wait_until(self._ends.pop(number, 0.0))
-
-    def _allocated(self, event: Allocated) -> None: ...
 
     def _wait_until(self, end: float) -> None:
         if end > self._now:
@@ -262,7 +258,3 @@ class _Core(_Clock):
         travels = self._network.seconds(event.kind, event.nbytes, event.ranks, event.sent)
         self._sent = max(self._sent, self._now) + travels
         self._ends[event.number] = self._sent
-
-    def _allocated(self, event: Allocated) -> None:
-        if event.nbytes >= self._device.fresh_from:
-            self._now += self._device.fresh * event.nbytes

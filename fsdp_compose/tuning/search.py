@@ -111,7 +111,8 @@ def tune(
         make = partial(of_parameters, optimizer)
     model = _Model(factory, wrap, mp_policy, batches[0], seq)
     search = _Search(model, make, world_size, machine, memory, is_compiled, accumulates, note or (lambda _: None))
-    return search.run([*map(int, batches)] if len(batches) > 1 else [model.batch or 0], measured)
+    several = [number for number in batches if number is not None] if len(batches) > 1 else [model.batch or 0]
+    return search.run(several, measured)
 
 
 def _check_network(machine: Hardware, world_size: int) -> None:
@@ -246,8 +247,8 @@ class _Search:
         if not seconds(least) < measured < seconds(most):
             raise MisuseError(
                 f"measured: {measured:g} s, where {seconds(1.0):.3g} s are predicted, and {seconds(least):.3g} to "
-                f"{seconds(most):.3g} s for devices {_FARTHEST:g} times as fast or slow: expected the step of the default "
-                "setting on this hardware (the network and the number of ranks too), with this batch"
+                f"{seconds(most):.3g} s for devices {_FARTHEST:g} times as fast or slow: expected the step of the "
+                "default setting on this hardware (the network and the number of ranks too), with this batch"
             )
         while most > 1.001 * least:
             middle = math.sqrt(least * most)
