@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..inspect import Operation, Report, Section, StepEvent, as_text, bytes_of, save_figure
-from .hardware import Hardware
+from .hardware import BUSY, Hardware
 from .schedule import COMPUTE, Schedule, schedule
 from .setting import Setting
 
-_MOST_SHOWN = 5
+_MOST_SHOWN, _MOST_NAMED = 5, 3
 _OF_MEMORY = 0.01  # of all memory, in which peaks that differ less count as equal
 
 
@@ -277,7 +277,9 @@ def _notes(tuning: Tuning, rows: Sequence[Sequence[Result]]) -> Iterator[str]:
         )
     for number, row in enumerate(rows, 1):
         if len(row) > 1:
-            yield f"{number}: {', or '.join(str(one.setting) for one in row)}: {_what_tells(row, error)}"
+            named = ", or ".join(str(one.setting) for one in row[:_MOST_NAMED])
+            more = f" and {len(row) - _MOST_NAMED} more" if len(row) > _MOST_NAMED else ""
+            yield f"{number}: {named}{more}: {_what_tells(row, error)}"
     other = min(tuning.results, key=lambda one: one.on_half / one.sequences)
     gains = best.on_half / best.sequences > (1 + error) * other.on_half / other.sequences
     yield f"with half of the network's bandwidth: {other.setting if gains else 'the same'}, " + _seconds(
@@ -318,7 +320,12 @@ def _rejections(rejected: Sequence[Rejected]) -> Iterator[str]:
 
 def _assumptions(tuning: Tuning) -> Iterator[str]:
     device, network = tuning.hardware.device, tuning.hardware.network
-    how = "measured by calibrate" if tuning.hardware.calibrated else "a preset"
+    measured = tuning.hardware.calibrated
+    how = "measured by calibrate" if measured else "a preset"
+    if measured.get("clock") == "wall" and measured.get("busy", 0.0) > BUSY:
+        how += (
+            f" while the machine was busy, so these times are worth nothing ({measured['busy']:g} times its CPU time)"
+        )
     yield f"{device.name}: {how} ({device.source})"
     if tuning.measured is not None:
         yield f"rates so that the default's step takes {_seconds(tuning.measured)}, as measured"

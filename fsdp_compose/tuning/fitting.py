@@ -13,7 +13,7 @@ from ..comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ..inspect import Issue, Operation, StepEvent
 from .hardware import Curve, Device, Level, Network
 from .schedule import schedule
-from .workload import NUM_TINY, STEP_ALONE, STEP_SHARDED, TINY
+from .workload import BESIDE, NUM_GATHERS, NUM_PRODUCTS, NUM_TINY, STEP_ALONE, STEP_SHARDED, TINY
 
 WALL, CPU = "wall", "cpu"
 
@@ -76,9 +76,22 @@ def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Devic
         host=tiny,
         collective=0.0,
         overlaps=is_cuda,
+        beside=fitted_beside(samples) if is_cuda else 1.0,
         curves=curves,
         collectives={} if is_cuda else _collectives(samples, clock),
     )
+
+
+def fitted_beside(samples: Sequence[Sample]) -> float:
+    """How many times as long products take while a collective runs: what they lack when it ends is done later."""
+    both = [item.wall for item in samples if item.name == BESIDE]
+    if not both:  # one process
+        return Device.beside
+    gathers = NUM_GATHERS * max(item.wall for item in samples if item.name == ALL_GATHER)
+    products = [item for item in samples if item.operation is not None and item.operation.name == "mm"]
+    longest = max(products, key=lambda item: (item.operation.flops, item.wall))  # type: ignore[union-attr]
+    lost = (both[0] - NUM_PRODUCTS * longest.wall) / gathers
+    return 1 / (1 - min(max(0.0, lost), 0.5))
 
 
 def _key_of(product: Operation) -> str:

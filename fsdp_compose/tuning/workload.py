@@ -54,6 +54,7 @@ GPU_WORKLOAD = Workload(
 )
 
 TINY, NUM_TINY = "tiny operations", 100
+BESIDE, NUM_PRODUCTS, NUM_GATHERS = "products beside all-gathers", 40, 8
 STEP_ALONE, STEP_SHARDED = "step of a tiny model", "step of a tiny sharded model"
 
 
@@ -95,6 +96,9 @@ def actions_of(work: Workload, dtypes: Sequence[torch.dtype], device: torch.devi
     if dist.get_world_size() > 1:
         for nbytes in work.collective_bytes:
             yield from _collectives(nbytes, device)
+        if device.type == "cuda":
+            (m, k, n), nbytes = work.products[-1], work.collective_bytes[-1]
+            yield _beside(random_of(m, k, dtype=dtypes[-1]), random_of(k, n, dtype=dtypes[-1]), nbytes, device)
 
 
 def _keep_freed_memory() -> None:
@@ -177,6 +181,22 @@ def _collectives(nbytes: int, device: torch.device) -> Iterator[Action]:
         (ALL_REDUCE, lambda: transport.all_reduce(whole, True, label).wait()),
     ):
         yield Action(name, run, nbytes=whole.nbytes)
+
+
+def _beside(a: torch.Tensor, b: torch.Tensor, nbytes: int, device: torch.device) -> Action:
+    """Products that take longer than the all-gathers that run at the same time."""
+    transport, label = transport_of(dist.group.WORLD, device), Label(["flat"])
+    shard = torch.zeros(max(1, nbytes // 4 // dist.get_world_size()), device=device)
+    whole = torch.zeros(shard.numel() * dist.get_world_size(), device=device)
+
+    def run() -> None:
+        works = [transport.all_gather(whole, shard, label) for _ in range(NUM_GATHERS)]
+        for _ in range(NUM_PRODUCTS):
+            torch.mm(a, b)
+        for work in works:
+            work.wait()
+
+    return Action(BESIDE, run, nbytes=whole.nbytes)
 
 
 # ---- The tiny model
