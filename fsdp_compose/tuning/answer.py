@@ -88,6 +88,7 @@ class Tuning:
         rejected: settings that are left out, with reasons.
         num_runs: how many steps were run dry.
         measured: the seconds of the default's step, if they were given.
+        factor: by which all times were multiplied for that.
     """
 
     model: str
@@ -102,6 +103,7 @@ class Tuning:
     rejected: tuple[Rejected, ...]
     num_runs: int
     measured: float | None = None
+    factor: float = 1.0
 
     @property
     def best(self) -> Result | None:
@@ -160,9 +162,14 @@ class Tuning:
 
 
 def predict(
-    setting: Setting, events: Sequence[StepEvent], hardware: Hardware, is_compiled: bool, keeps_spans: bool = False
+    setting: Setting,
+    events: Sequence[StepEvent],
+    hardware: Hardware,
+    is_compiled: bool,
+    factor: float = 1.0,
+    keeps_spans: bool = False,
 ) -> Schedule:
-    return schedule(
+    times = schedule(
         events,
         hardware.device,
         hardware.network,
@@ -171,6 +178,7 @@ def predict(
         is_compiled=is_compiled,
         keeps_spans=keeps_spans,
     )
+    return times if factor == 1.0 else times.stretched(factor)
 
 
 def num_tied(results: Sequence[Result], hardware: Hardware) -> int:
@@ -328,7 +336,8 @@ def _assumptions(tuning: Tuning) -> Iterator[str]:
         )
     yield f"{device.name}: {how} ({device.source})"
     if tuning.measured is not None:
-        yield f"rates so that the default's step takes {_seconds(tuning.measured)}, as measured"
+        took = _seconds(tuning.measured)
+        yield f"times are {tuning.factor:.2f} x those predicted: the default's step takes {took}, as measured"
     rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device.matmul.items())
     yield f"products in TFLOP/s: {rates}; memory {device.memory / 1e9:,.0f} GB/s"
     levels = "; ".join(f"{level.ranks or 'all'} ranks {level.bandwidth / 1e9:.3g}" for level in network.levels)
@@ -350,7 +359,9 @@ def _save_picture(tuning: Tuning, path: Path) -> None:
     def draw(figure: Any) -> None:
         upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
         _draw_settings(upper, tuning, best)
-        _draw_schedule(lower, predict(best.setting, best.events, tuning.hardware, tuning.is_compiled, True))
+        _draw_schedule(
+            lower, predict(best.setting, best.events, tuning.hardware, tuning.is_compiled, tuning.factor, True)
+        )
 
     save_figure(path, (11.0, 7.0), draw)
 

@@ -118,22 +118,6 @@ class Device:
         num = 1 if self.overlaps else operation.num_tensors  # an accelerator takes a list at once
         return num * max(self.kernel, curve.at(nbytes / num))
 
-    def slower(self, factor: float) -> Device:
-        """This device, on which everything but collectives takes so many times as long."""
-        curves = {name: Curve(it.nbytes, tuple(factor * s for s in it.seconds)) for name, it in self.curves.items()}
-        forward, backward = self.attention
-        return replace(
-            self,
-            matmul={dtype: rate / factor for dtype, rate in self.matmul.items()},
-            matmul_bytes=self.matmul_bytes / factor,
-            attention=(forward / factor, backward / factor),
-            memory=self.memory / factor,
-            host_memory=self.host_memory / factor,
-            kernel=self.kernel * factor,
-            host=self.host * factor,
-            curves=curves,
-        )
-
     def reserved(self, peak: int, num_networks: int) -> dict[str, int]:
         """Bytes that must be free beside those that a step allocates, by what takes them."""
         if not self.overlaps:

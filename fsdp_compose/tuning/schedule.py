@@ -8,7 +8,7 @@ far: that is how the package's streams wait for each other. On a CPU the host co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .._arguments import checked
@@ -60,6 +60,13 @@ class Schedule:
     flops: float
     mfu: float
     spans: tuple[Span, ...] = ()
+
+    def stretched(self, factor: float) -> Schedule:
+        """Everything takes so many times as long."""
+        names = ("seconds", "compute", "communication", "exposed", "host", "optimizer")
+        spans = [replace(span, start=factor * span.start, end=factor * span.end) for span in self.spans]
+        times = {name: factor * getattr(self, name) for name in names}
+        return replace(self, mfu=self.mfu / factor, spans=(*spans,), **times)
 
 
 @checked()

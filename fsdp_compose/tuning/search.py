@@ -28,13 +28,12 @@ from ..inspect import (
     simulate,
 )
 from .answer import Rejected, Result, Tuning, in_order, predict
-from .hardware import Device, Hardware, hardware_of
+from .hardware import Hardware, hardware_of
 from .setting import CHECKPOINTED, NONE, Setting, apply_setting, code_of, large_children
 
 _NUM_REFINED = 3  # the best settings of the first round, whose groups the second round changes
 _MOST_BLOCKS_PER_GROUP = 4
 _MOST_SEQUENCES = 4096  # of a rank, in the search for the largest batch that fits
-_FARTHEST = 8.0  # a measured step may take so many times as long as the predicted one, or as short
 _ON_HOST = (PARAMETERS, GRADIENTS, OPTIMIZER)  # kinds of memory that offloading keeps there
 
 
@@ -82,7 +81,7 @@ def tune(
         is_compiled: the blocks will be compiled (``Block.compile()``).
         accumulates: micro-batches but the last are under ``no_sync``, see ``plan``.
         measured: seconds of a step of the default setting (``fully_shard`` on each block and on the model, with the
-            first batch) on the real machine. The device's rates are changed until the prediction is that.
+            first batch) on the real machine. All times are predicted relative to it.
         node_bandwidth: bytes a second between two nodes, of all cards together; default: the hardware's.
         note: called with a line of text about the progress.
 
@@ -201,13 +200,13 @@ class _Search:
         self._rejected: dict[Setting, str] = {}
         # By what is recomputed, bytes for each sequence; for all, if it is not known how many there are.
         self._activations: dict[str, float] = {}
-        self._num_runs = 0
+        self._num_runs, self._factor = 0, 1.0
 
     def run(self, batches: Sequence[int], measured: float | None) -> Tuning:
         default = Setting("zero3", (self._world_size,), batch=batches[0])
         first = self._dry_run(default)
         if measured is not None:
-            self._hardware = replace(self._hardware, device=self._as_measured(default, first, measured))
+            self._factor = measured / self._result(default, first).times.seconds
         plain = self._result(default, first)
         for batch in batches:
             for strategy in self._strategies():
@@ -234,26 +233,8 @@ class _Search:
             rejected=tuple(Rejected(setting, why) for setting, why in self._rejected.items()),
             num_runs=self._num_runs,
             measured=measured,
+            factor=self._factor,
         )
-
-    def _as_measured(self, default: Setting, first: _Run, measured: float) -> Device:
-        """The device on which the default's step takes as long as measured."""
-        device, least, most = self._hardware.device, 1 / _FARTHEST, _FARTHEST
-
-        def seconds(factor: float) -> float:
-            hardware = replace(self._hardware, device=device.slower(factor))
-            return predict(default, first.facts.events, hardware, self._is_compiled).seconds
-
-        if not seconds(least) < measured < seconds(most):
-            raise MisuseError(
-                f"measured: {measured:g} s, where {seconds(1.0):.3g} s are predicted, and {seconds(least):.3g} to "
-                f"{seconds(most):.3g} s for devices {_FARTHEST:g} times as fast or slow: expected the step of the "
-                "default setting on this hardware (the network and the number of ranks too), with this batch"
-            )
-        while most > 1.001 * least:
-            middle = math.sqrt(least * most)
-            least, most = (middle, most) if seconds(middle) < measured else (least, middle)
-        return device.slower(most)
 
     # ---- What is tried
 
@@ -333,7 +314,7 @@ class _Search:
             self._found[setting] = result
 
     def _needed(self, setting: Setting, peak: int) -> int:
-        return peak + sum(self._hardware.device.reserved(peak, len(setting.mesh)).values())
+        return peak + sum(self._hardware.device.reserved(peak, _num_networks(setting)).values())
 
     def _state(self, setting: Setting, first: _Run) -> int:
         """Bytes of parameters, gradients and optimizer state on the device, from those of the default setting, in which
@@ -377,12 +358,18 @@ class _Search:
 
     def _result(self, setting: Setting, run: _Run) -> Result:
         events, slow = run.facts.events, replace(self._hardware, network=self._hardware.network.scaled(0.5))
-        times, on_half = (predict(setting, events, one, self._is_compiled) for one in (self._hardware, slow))
-        reserved = self._hardware.device.reserved(run.peak, len(setting.mesh))
+        times, on_half = (
+            predict(setting, events, hardware, self._is_compiled, self._factor) for hardware in (self._hardware, slow)
+        )
+        reserved = self._hardware.device.reserved(run.peak, _num_networks(setting))
         return Result(setting, run.peak, reserved, times, on_half.seconds, events, self._model.codes[setting])
 
     def _ranked(self) -> list[Result]:
         return sorted(self._found.values(), key=lambda result: result.per_sequence)
+
+
+def _num_networks(setting: Setting) -> int:
+    return sum(size > 1 for size in setting.mesh)
 
 
 def _splits_of(batch: int) -> list[int]:

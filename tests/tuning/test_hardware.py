@@ -156,16 +156,6 @@ def test_a_preset_says_what_was_compared_with_it():
     assert "no run was compared" in PRESETS["mi300x"].device.source
 
 
-def test_a_slower_device_takes_longer_for_everything():
-    for device in (PRESETS["h100"].device, replace(PRESETS["h100"].device, curves={"add": Curve((1.0,), (1e-3,))})):
-        for flops, name, dtype in ((0.0, "add", torch.float32), (1e10, "mm", torch.float32), (0.0, "add", torch.int8)):
-            operation = Operation(name, "forward", flops, 1 << 28, dtype)
-            assert device.slower(3.0).seconds(operation) == pytest.approx(3 * device.seconds(operation))
-        attention = Operation("attention", "forward", 1e12, 1, torch.float32, is_attention=True)
-        assert device.slower(3.0).seconds(attention) == pytest.approx(3 * device.seconds(attention))
-    assert PRESETS["h100"].device.slower(3.0).host == 3 * PRESETS["h100"].device.host
-
-
 def test_memory_that_others_reserve_is_a_line_each():
     device = PRESETS["h100"].device
     reserved = device.reserved(1000 << 20, 2)
