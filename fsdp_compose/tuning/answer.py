@@ -255,7 +255,7 @@ def _row(number: str, row: Sequence[Result], unit: float) -> list[str]:
     batches = f"{setting.num_batches} of {setting.batch}" if setting.batch else f"{setting.num_batches}"
     rate = f"{1 / result.per_sequence:,.2f}" if setting.batch else "-"
     mfu = f"{times.mfu:.0%}" if times.mfu else "-"
-    seconds = [f"{times.seconds / unit:,.1f}", f"{times.exposed / unit:,.1f}"]
+    seconds = [f"{times.seconds / unit:,.2f}", f"{times.exposed / unit:,.2f}"]
     name = str(setting) if len(row) == 1 else f"{setting}; or {len(row) - 1} more"
     return [number, name, batches, *seconds, rate, f"{result.peak / (1 << 30):,.2f}", mfu]
 
