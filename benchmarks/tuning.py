@@ -420,7 +420,7 @@ def main() -> None:
     if options.what in ("published", "all"):
         with RUNS.open(newline="") as file:
             runs = [run for run in csv.DictReader(file) if not options.runs or options.runs in run["run"]]
-        rows = [published_row(run) for run in (runs[-1:] if options.quick else runs)]
+        rows = [published_row(run) for run in (runs[-1:] if options.quick and not options.runs else runs)]
         found = report.Report("tuning_published", {}, rows)
         print(found.table(), "\n", report.Report("tuning_halves", {}, halves(rows)).table(), sep="\n")
         found.write(options.out, report.bars("run", "error", by="hardware"))

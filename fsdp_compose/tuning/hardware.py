@@ -380,7 +380,7 @@ def _numbers(path: Any, where: str, value: Any) -> list[float]:
 BUSY = 1.2  # wall time by CPU time of what was measured, above which something else used the cores
 SOFTWARE = ("2024", "2026")
 """Generations of training software: runs that were published in 2023 and 2024, and those of 2026."""
-COMPARED = "of 36 published runs that chose none of its rates, half are predicted within 5 %, three quarters within 8 %"
+COMPARED = "of 36 published runs that chose none of its rates, half are predicted within 3 %, three quarters within 7 %"
 _PRODUCTS = {"2024": {"h100": 0.66, "h200": 0.66}, "2026": {"h100": 0.75, "h200": 0.75}}  # of the peak; others: below
 _EAGER = {"2024": 2.0, "2026": 1.0}  # fms-fsdp gained 1.23 and 1.28 by compiling, this package's Llama of 2026 1.03
 _BESIDE = 1.25
