@@ -427,7 +427,7 @@ def main() -> None:
 
 
 def calibrated(options: argparse.Namespace) -> Path:
-    path = Path(options.out) / "machine.json"
+    path = Path(options.out) / "hardware" / "machine.json"  # beside reports, which are JSON too
     path.parent.mkdir(parents=True, exist_ok=True)
     rounds = ["--rounds", "1"] if options.quick else []
     command = [sys.executable, "-m", "fsdp_compose", "calibrate", "--busy-ok", "--processes", str(options.processes)]

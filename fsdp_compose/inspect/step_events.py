@@ -49,7 +49,7 @@ class Operation:
     @property
     def is_backward(self) -> bool:
         """Of an attention: it computes gradients."""
-        return "backward" in self.name or "_bwd" in self.name
+        return "backward" in self.name or "bwd" in self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def operation_of(
         written = _bytes_of(made or listed)
         nbytes = _bytes_of(given) + (0 if name in _OVERWRITING else written)
     first = (given or made)[0] if given or made else torch.empty(0)
-    is_of_torch = func.namespace in _OF_TORCH
+    is_of_torch = func.namespace.lstrip("_") in _OF_TORCH
     is_attention = (_ATTENTION_OF_TORCH if is_of_torch else _ATTENTIONS).search(func._schema.name) is not None
     # Torch's own formulas count no causal masks.
     flops = None if is_attention and is_of_torch else _flops_of(func, args, kwargs, result)
@@ -135,7 +135,7 @@ _WITHOUT_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "local_scalar_dense",
     "record_function_enter_new", "record_function_exit",
 }  # fmt: skip
-_OF_TORCH = {"aten", "prims", "c10d", "_c10d_functional", "fsdp", "inductor", "torchvision"}
+_OF_TORCH = {"aten", "prims", "c10d", "c10d_functional", "fsdp", "inductor", "torchvision"}
 # Those of flash-attn and xformers, whose tensors have the heads behind the tokens.
 _ATTENTIONS = re.compile("flash_attn|flash_attention|efficient_attention|fmha|xformers_flash")
 _ATTENTION_OF_TORCH = re.compile("scaled_dot_product")
@@ -171,7 +171,7 @@ def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
 def _attention_flops(func: Any, args: Any, given: Sequence[torch.Tensor], is_of_torch: bool) -> float | None:
     """The products of an attention; torch's counter has no formula for the CPU's, nor for those of other libraries."""
     names = [item.name for item in func._schema.arguments]
-    is_backward = "backward" in func._schema.name or "_bwd" in func._schema.name
+    is_backward = "backward" in func._schema.name or "bwd" in func._schema.name
     is_causal = any(name in ("is_causal", "causal") and value for name, value in zip(names, args, strict=False))
     operands = [item for item in given if item.ndim >= 3][is_backward:][:3]
     if len(operands) < 3:

@@ -185,9 +185,11 @@ def _collectives(nbytes: int, device: torch.device) -> Iterator[Action]:
 
 def _beside(a: torch.Tensor, b: torch.Tensor, nbytes: int, device: torch.device) -> Action:
     """Products that take longer than the all-gathers that run at the same time."""
-    transport, label = transport_of(dist.group.WORLD, device), Label(["flat"])
-    shard = torch.zeros(max(1, nbytes // 4 // dist.get_world_size()), device=device)
-    whole = torch.zeros(shard.numel() * dist.get_world_size(), device=device)
+    group, world_size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None, "there is a process group"
+    transport, label = transport_of(group, device), Label(["flat"])
+    shard = torch.zeros(max(1, nbytes // 4 // world_size), device=device)
+    whole = torch.zeros(shard.numel() * world_size, device=device)
 
     def run() -> None:
         works = [transport.all_gather(whole, shard, label) for _ in range(NUM_GATHERS)]
