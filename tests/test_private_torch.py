@@ -441,9 +441,10 @@ def test_foreach_lerp_():
 
 def test_flex_attention_by():
     query, key = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2))
-    with _torch.flex_attention_by(nn.functional.scaled_dot_product_attention), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mixed = flex_attention(query, key, key, score_mod=lambda score, *_: score, scale=0.5, enable_gqa=True)
+        with _torch.flex_attention_by(nn.functional.scaled_dot_product_attention):
+            mixed = flex_attention(query, key, key, score_mod=lambda score, *_: score, scale=0.5, enable_gqa=True)
     mixed.sum().backward()
     expected = nn.functional.scaled_dot_product_attention(query, key, key, scale=0.5, enable_gqa=True)
     torch.testing.assert_close(mixed, expected)
