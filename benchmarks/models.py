@@ -125,13 +125,19 @@ def _rotate(x: torch.Tensor, theta: float = 500_000.0) -> torch.Tensor:
 class Llama(nn.Module):
     """Blocks in the proportions of Llama 3 8B, with a small vocabulary, so that the blocks are what is measured."""
 
-    def __init__(self, dim: int = 4096, num_blocks: int = 8, vocabulary: int = 8192) -> None:
+    def __init__(
+        self,
+        dim: int = 4096,
+        num_blocks: int = 8,
+        vocabulary: int = 8192,
+        hidden: int | None = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, dim)
         num_heads = max(4, dim // 128)
-        self.blocks = nn.ModuleList(
-            LlamaBlock(dim, num_heads, num_heads // 4, hidden=7 * dim // 2) for _ in range(num_blocks)
-        )
+        sizes = dim, num_heads, num_kv_heads or num_heads // 4, hidden or 7 * dim // 2
+        self.blocks = nn.ModuleList(LlamaBlock(*sizes) for _ in range(num_blocks))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocabulary, bias=False)
         self.vocabulary = vocabulary

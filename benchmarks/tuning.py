@@ -1,10 +1,10 @@
 """How good ``plan --tune``'s times are: beside steps of real processes, and beside published runs.
 
-    python -m fsdp_compose calibrate --processes 2 --output machine.toml    # on an idle machine
-    python benchmarks/tuning.py --what measured --hardware machine.toml
-    python benchmarks/tuning.py --what measured --hardware machine.toml --processes 4 --gbit 1   # between pairs
+    python -m fsdp_compose calibrate --processes 2 --output machine.json    # on an idle machine
+    python benchmarks/tuning.py --what measured --hardware machine.json
+    python benchmarks/tuning.py --what measured --hardware machine.json --processes 4 --gbit 1   # between pairs
     python benchmarks/tuning.py --what published
-    python benchmarks/tuning.py --what gpu --hardware gpu.toml --measured runs/benchmarks/gpu.json  # of gpu.py
+    python benchmarks/tuning.py --what gpu --hardware gpu.json --measured runs/benchmarks/gpu.json  # of gpu.py
     python benchmarks/tuning.py --quick
 
 ``measured``: models that ``calibrate`` has not seen, each with several settings, which take turns, in another order
@@ -12,9 +12,8 @@ each round. What counts is the order *within* a model: ``rank`` is Spearman's co
 times, ``choice`` how much longer the setting that was predicted to be the fastest takes than the fastest. ``--gbit``
 lets collectives between the two halves of the processes wait as long as such a network would take.
 
-``published``: tokens per second and GPU of torchtitan's and llm-foundry's reports, whose models are run dry. The
-hardware is the preset, but for torchtitan's H100s, which are said to have 2.4 TB/s and 500 W (0.8 of the rates), and
-for the software of 2023, whose efficiency is fitted to one of its runs, MPT 7B.
+``published``: tokens per second and GPU of the runs in published_runs.csv, whose models are run dry, with the presets
+as they are. Rates of presets were chosen from its half ``used``; the half ``held out`` judges them.
 
 ``gpu``: the steps that ``gpu.py`` has measured on one GPU, with the file that ``calibrate`` has written there, or with
 a preset. Collectives take no time: one rank has none, and those of the fake process group move nothing.
@@ -23,14 +22,16 @@ a preset. Collectives take no time: one rank has none, and those of the fake pro
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -46,11 +47,13 @@ from models import GPT, Llama
 from processes import run_on_ranks, time_in_turn
 from report import column
 from systems import OURS, PRECISIONS, wrap
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from wire import Link, Throttled
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, plan, set_transport
-from fsdp_compose.tuning import PRESETS, Hardware, Level, Network, Setting, apply_setting, read_hardware, schedule
+from fsdp_compose.inspect import StepEvent
+from fsdp_compose.tuning import Hardware, Level, Network, Setting, apply_setting, read_hardware, schedule
 from fsdp_compose.tuning import hardware_of as hardware_from
 
 # ---- Measured
@@ -209,69 +212,40 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 # ---- Published
 
-
-@dataclass(frozen=True)
-class Run:
-    """A published run: ``micro`` micro-batches of ``batch`` sequences on each GPU."""
-
-    what: str
-    hardware: str
-    ranks: int
-    make: Callable[[], nn.Module]
-    batch: int
-    length: int
-    recomputes: str  # none, products, every 2nd, blocks
-    tokens: int
-    source: str
-    micro: int = 1
-    is_compiled: bool = False
-
-
-TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-TITAN_2024 = "torchtitan, docs/performance.md"
-FOUNDRY = "llm-foundry, scripts/train/benchmarking/README.md"
-LLAMA_8B, LLAMA_70B = partial(Llama, 4096, 32, 128_256), partial(Llama, 8192, 80, 128_256)
-MPT = {
-    "1b": partial(GPT, 24, 2048, 16, 50_368), "7b": partial(GPT, 32, 4096, 32, 50_368),
-    "13b": partial(GPT, 40, 5120, 40, 50_368), "30b": partial(GPT, 48, 7168, 56, 50_368),
-    "70b": partial(GPT, 80, 8192, 64, 50_368),
-}  # fmt: skip
-RUNS = (
-    Run("Llama 3.1 8B", "h100 500 W", 8, LLAMA_8B, 2, 8192, "products", 5762, TITAN),
-    Run("Llama 3.1 8B", "h100 500 W", 8, LLAMA_8B, 2, 8192, "products", 6667, TITAN, is_compiled=True),
-    Run("Llama 3.1 8B", "h100 500 W", 128, LLAMA_8B, 2, 8192, "products", 5605, TITAN),
-    Run("Llama 3.1 8B", "h100 500 W", 128, LLAMA_8B, 2, 8192, "products", 6514, TITAN, is_compiled=True),
-    Run("Llama 3 8B", "a100", 64, LLAMA_8B, 1, 8192, "every 2nd", 2904, TITAN_2024),
-    Run("Llama 3 8B", "a100", 64, LLAMA_8B, 1, 8192, "products", 2973, TITAN_2024),
-    Run("Llama 3 70B", "a100", 64, LLAMA_70B, 1, 8192, "blocks", 331, TITAN_2024),
-    Run("MPT 1B", "h100 in 2023", 8, MPT["1b"], 14, 2048, "none", 45_455, FOUNDRY),
-    Run("MPT 7B", "h100 in 2023", 8, MPT["7b"], 6, 2048, "none", 10_643, FOUNDRY),
-    Run("MPT 13B", "h100 in 2023", 8, MPT["13b"], 2, 2048, "none", 4_792, FOUNDRY),
-    Run("MPT 13B", "h100 in 2023", 64, MPT["13b"], 2, 2048, "none", 4_800, FOUNDRY),
-    Run("MPT 30B", "h100 in 2023", 32, MPT["30b"], 14, 2048, "blocks", 2_308, FOUNDRY, micro=3),
-    Run("MPT 70B", "h100 in 2023", 64, MPT["70b"], 8, 2048, "blocks", 1_039, FOUNDRY, micro=4),
-    Run("MPT 70B", "h100 in 2023", 32, MPT["70b"], 2, 2048, "blocks", 882, FOUNDRY, micro=16),
-)
-
-
-_SLOWER = {
-    "h100 500 W": (0.8, 2.4 / 3.35),
-    "h100 in 2023": (0.81, 0.81),  # fitted to one of the runs, MPT 7B; the others are predicted with it
+RUNS = Path(__file__).with_name("published_runs.csv")
+SOURCES = {
+    "fms": "foundation-model-stack/fms-fsdp, README.md at this commit; selective checkpointing taken for every second "
+    "block of 13B, and for all of 34B and 70B; 4,096 tokens",
+    "foundry": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md; 512: an earlier version of its table",
+    "kempner": "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md",
+    "titan": "pytorch/torchtitan, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md",
 }
-"""Factors for products and for memory, that a preset as shipped does not have: what the source says of the cards, and
-what is fitted to a run."""
+MODELS_OF_RUNS: dict[str, Callable[[], nn.Module]] = {
+    "llama2-7b": partial(Llama, 4096, 32, 32_000, 11_008, 32),
+    "llama2-13b": partial(Llama, 5120, 40, 32_000, 13_824, 40),
+    "llama2-34b": partial(Llama, 8192, 48, 32_000, 22_016, 8),
+    "llama2-70b": partial(Llama, 8192, 80, 32_000, 28_672, 8),
+    "llama3-8b": partial(Llama, 4096, 32, 128_256), "llama3-13b": partial(Llama, 5120, 40, 128_256, 17_920, 8),
+    "llama3-70b": partial(Llama, 8192, 80, 128_256, 28_672, 8),
+    "mpt-125m": partial(GPT, 12, 768, 12, 50_368), "mpt-1b": partial(GPT, 24, 2048, 16, 50_368),
+    "mpt-7b": partial(GPT, 32, 4096, 32, 50_368), "mpt-13b": partial(GPT, 40, 5120, 40, 50_368),
+    "mpt-30b": partial(GPT, 48, 7168, 56, 50_368), "mpt-70b": partial(GPT, 80, 8192, 64, 50_368),
+}  # fmt: skip
 
 
-def hardware_of(name: str) -> Hardware:
-    found = PRESETS[name.split()[0]]
-    products, memory = _SLOWER.get(name, (1.0, 1.0))
-    device = replace(
-        found.device,
-        matmul={dtype: products * rate for dtype, rate in found.device.matmul.items()},
-        attention=(products * found.device.attention[0], products * found.device.attention[1]),
-        memory=memory * found.device.memory,
-    )
-    return replace(found, device=device)
+def hardware_of_run(run: Mapping[str, str]) -> Hardware:
+    """The preset of that software, with what the source says of these cards and nodes; nothing is fitted here."""
+    name, _, rest = run["hardware"].partition(" ")
+    found = hardware_from(name.removesuffix("-40"), run["software"])
+    inner, outer = found.network.levels
+    if rest in ("400", "800"):  # Gb/s of a node
+        outer = replace(outer, bandwidth=0.75 * float(rest) * 1e9 / 8 / inner.ranks)
+    if rest == "4-gpu nodes":
+        inner = replace(inner, ranks=4)
+    memory = {"a100-40": 1555, "h100 2.4 TB/s": 2400}.get(run["hardware"])  # GB/s of the data sheet
+    rate = found.device.memory if memory is None else 0.8e9 * memory
+    device = replace(found.device, memory=rate, matmul_bytes=rate)
+    return Hardware(device, Network((inner, outer), found.network.start))
 
 
 def saved_products() -> Any:
@@ -290,48 +264,90 @@ def saved_products() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def built_for(run: Run) -> Any:
+def built_for(model: str, ranks: str, sharding: str, batch: str, length: str, recomputed: str, reduced_in: str) -> Any:
     with torch.device("meta"):
-        model = run.make()
-    blocks = [*model.blocks]  # type: ignore[arg-type]
-    context = {"context_fn": saved_products} if run.recomputes == "products" else {}
-    for block in blocks[:: 2 if run.recomputes == "every 2nd" else 1] if run.recomputes != "none" else ():
+        made = MODELS_OF_RUNS[model]()
+    blocks = [*made.blocks]  # type: ignore[arg-type]
+    context = {"context_fn": saved_products} if recomputed == "products" else {}
+    for block in blocks[:: 2 if recomputed == "every 2nd" else 1] if recomputed != "none" else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for module in (*blocks, model):
-        fully_shard(module, mp_policy=policy)
-    tokens = torch.zeros(run.batch, run.length, dtype=torch.int64)
-    return model, lambda made: F.cross_entropy(made(tokens).float().flatten(0, 1), tokens.flatten())
+    policy = MixedPrecisionPolicy(torch.bfloat16, PRECISION_OF[reduced_in])
+    options: dict[str, Any] = {"mp_policy": policy}
+    if sharding == "HSDP":
+        shape = (int(ranks) // 8, 8)
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    if sharding == "grad only":
+        options["strategy"] = "zero2"
+    for module in (*blocks, made):
+        fully_shard(module, **options)
+    tokens = torch.zeros(int(batch), int(length), dtype=torch.int64)
+    return made, lambda made: F.cross_entropy(made(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+PRECISION_OF = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@cache
+def events_of(*what: str) -> tuple[StepEvent, ...]:
+    """Of a step of a run: those that differ in hardware, or are compiled, do the same."""
+    return plan(partial(built_for, *what), int(what[1])).worlds[0].events
 
 
 @dataclass(frozen=True)
 class Published:
+    half: str = column("half")
     run: str = column("run")
     gpus: int = column("GPUs")
     hardware: str = column("hardware")
+    software: str = column("software")
+    mode: str = column("mode")
+    sharding: str = column("sharding")
+    batch: str = column("sequences x tokens")
+    recomputed: str = column("recomputed")
     published: int = column("published, tokens/s/GPU", ",")
     predicted: float = column("predicted", ",.0f")
-    error: float = column("error, preset as shipped", "+.0%")
-    slowed_error: float = column("error, preset slowed for these runs", "+.0%")
-    step_s: float = column("step s", ".2f")
-    exposed_s: float = column("exposed s", ".2f")
-    plan_s: float = column("CPU s to predict", ".1f")
+    error: float = column("error", "+.0%")
     source: str = column("source")
 
 
-def published_row(run: Run) -> Published:
-    began = process_time()
-    world = plan(partial(built_for, run), run.ranks).worlds[0]
-    tokens = run.batch * run.length * run.micro
-    shipped, slowed = (
-        schedule(world.events, device.device, device.network, num_batches=run.micro, is_compiled=run.is_compiled)
-        for device in (PRESETS[run.hardware.split()[0]], hardware_of(run.hardware))
-    )
-    what = f"{run.what}, {'compiled' if run.is_compiled else 'eager'}, recomputes {run.recomputes}"
-    errors = [tokens / found.seconds / run.tokens - 1 for found in (shipped, slowed)]
-    seconds = process_time() - began
-    figures = run.tokens, tokens / shipped.seconds, *errors, shipped.seconds, shipped.exposed, seconds
-    return Published(what, run.ranks, run.hardware, *figures, run.source)
+def published_row(run: Mapping[str, str]) -> Published:
+    what = [run[name] for name in ("model", "gpus", "sharding", "sequences", "tokens", "recomputed", "reduced_in")]
+    hardware, num_batches = hardware_of_run(run), int(run["micro_batches"])
+    seconds = schedule(
+        events_of(*what),
+        hardware.device,
+        hardware.network,
+        num_batches=num_batches,
+        is_compiled=run["mode"] == "compiled",
+    ).seconds
+    predicted = num_batches * int(run["sequences"]) * int(run["tokens"]) / seconds
+    batch = f"{run['sequences']} x {run['tokens']}" + (f", {num_batches} times" if num_batches > 1 else "")
+    names = run["half"], run["run"], int(run["gpus"]), run["hardware"], run["software"], run["mode"], run["sharding"]
+    published = int(run["published"])
+    error = predicted / published - 1
+    return Published(*names, batch, run["recomputed"], published, predicted, error, run["source"])
+
+
+@dataclass(frozen=True)
+class Half:
+    half: str = column("half")
+    runs: int = column("runs")
+    median: float = column("median error", ".1%")
+    three_quarters: float = column("three quarters within", ".1%")
+    bias: float = column("bias (median)", "+.1%")
+    largest: float = column("largest", ".0%")
+
+
+def halves(rows: Sequence[Published]) -> list[Half]:
+    """``used`` are the runs from which the presets' rates were chosen; the others judge them."""
+    found = []
+    for half in ("used", "held out"):
+        errors = [row.error for row in rows if row.half == half]
+        sizes = sorted(map(abs, errors))
+        if errors:
+            three_quarters = sizes[math.ceil(0.75 * len(sizes)) - 1]
+            found.append(Half(half, len(errors), median(sizes), three_quarters, median(errors), sizes[-1]))
+    return found
 
 
 # ---- One GPU
@@ -384,6 +400,7 @@ def main() -> None:
     parser.add_argument("--what", choices=["measured", "published", "gpu", "all"], default="all")
     parser.add_argument("--hardware", help="the file that calibrate wrote (default: calibrates now); gpu: or a preset")
     parser.add_argument("--measured", type=Path, help="gpu: the file that gpu.py wrote")
+    parser.add_argument("--runs", default="", help="published: only those whose name contains this")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gbit", type=float, default=0.0, help="of the network between the two halves; 0: none")
     parser.add_argument("--rounds", type=int, default=9)
@@ -401,14 +418,16 @@ def main() -> None:
         print(found.table())
         found.write(options.out, report.bars("sequence", "error", by="group"))
     if options.what in ("published", "all"):
-        runs = [published_row(run) for run in (RUNS[:1] if options.quick else RUNS)]
-        found = report.Report("tuning_published", {}, runs)
-        print(found.table())
+        with RUNS.open(newline="") as file:
+            runs = [run for run in csv.DictReader(file) if not options.runs or options.runs in run["run"]]
+        rows = [published_row(run) for run in (runs[-1:] if options.quick and not options.runs else runs)]
+        found = report.Report("tuning_published", {}, rows)
+        print(found.table(), "\n", report.Report("tuning_halves", {}, halves(rows)).table(), sep="\n")
         found.write(options.out, report.bars("run", "error", by="hardware"))
 
 
 def calibrated(options: argparse.Namespace) -> Path:
-    path = Path(options.out) / "machine.toml"
+    path = Path(options.out) / "hardware" / "machine.json"  # beside reports, which are JSON too
     path.parent.mkdir(parents=True, exist_ok=True)
     rounds = ["--rounds", "1"] if options.quick else []
     command = [sys.executable, "-m", "fsdp_compose", "calibrate", "--busy-ok", "--processes", str(options.processes)]

@@ -6,6 +6,7 @@ import argparse
 import ast
 import inspect
 import math
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from .tuning import BUSY, Tuning, calibrate, hardware_of, tune, write_hardware
 # ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` as options, with progress and errors on stderr.
 
 
+_OF_TUNE = ("hardware", "software", "measured", "write", "node-bandwidth", "node-size", "max-memory", "compiled")
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130  # exit statuses
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -40,13 +42,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", default="8", metavar="8,64,1024", help="numbers of ranks (default: 8)")
     parser.add_argument("--mesh", metavar="RxS", help="R replicas of S shards; * stands for the remaining ranks: *x8")
     parser.add_argument(
-        "--wrap", metavar="Class,...", help="classes of the modules that become groups (default: ModuleList items)"
+        "--wrap", metavar="Class,...", help="classes of the modules that become groups (default: items of lists)"
     )
     parser.add_argument("--strategy", help="a strategy's name, as for fully_shard")
     parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=False")
     parser.add_argument("--dtype", metavar="bf16", help="param_dtype: dtype of compute and all-gathers")
     parser.add_argument("--reduce-dtype", metavar="fp32", help="dtype of gradient reductions")
-    parser.add_argument("--batch", type=int, help="sequences per rank, if the factory returns no loss function")
+    parser.add_argument(
+        "--batch", metavar="4", help="sequences per rank, if the factory returns no loss function; --tune: or 1,2,4"
+    )
     parser.add_argument("--seq", type=int, help="tokens per sequence")
     parser.add_argument(
         "--optimizer", default="AdamW", help="a class of torch.optim, muon (ours), or none (default: AdamW)"
@@ -57,9 +61,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limits", metavar="'1 group,4GiB'", help="values of limit_unsharded_bytes to compare: peak against overlap"
     )
+    parser.add_argument("--no-sync", action="store_true", help="micro-batches but the last are under no_sync")
     tuning = parser.add_argument_group("which settings are fastest", "docs/planning.md")
     tuning.add_argument("--tune", action="store_true", help="compare settings, and print the code of the fastest")
     tuning.add_argument("--hardware", metavar="h100", help="a preset (default: h100), or calibrate's file")
+    tuning.add_argument("--software", metavar="2026", help="of a preset: its generation (default: the newest)")
+    tuning.add_argument("--measured", metavar="0.85s", help="the default setting's step on the real machine")
+    tuning.add_argument("--write", type=Path, metavar="FILE", help="write the hardware to a file, for --hardware")
+    tuning.add_argument("--node-bandwidth", type=float, metavar="GB/s", help="between two nodes")
     tuning.add_argument("--node-size", type=int, metavar="N", help="ranks in a node (default: the hardware's)")
     tuning.add_argument("--max-memory", metavar="80GB", help="of a rank (default: the hardware's)")
     tuning.add_argument("--compiled", action="store_true", help="the blocks will be compiled")
@@ -75,17 +84,20 @@ def run_plan(args: argparse.Namespace) -> int:
     try:
         world_sizes, options = world_sizes_of(args.world_size), _options_of(args)
         run: Callable[..., Plan | Tuning] = partial(plan, world_sizes=world_sizes, **options)
-        if not args.tune and (args.hardware or args.node_size or args.max_memory or args.compiled):
-            raise ValueError(
-                "--hardware, --node-size, --max-memory and --compiled are for --tune: add it, or leave them out"
-            )
+        given = [name for name in _OF_TUNE if getattr(args, name.replace("-", "_"))]
+        if given and not args.tune:
+            raise ValueError(f"--{given[0]} is for --tune: add it, or leave it out")
         if args.tune:
-            run = partial(tune, **_tune_options_of(args, world_sizes, options))
+            tune_options = _tune_options_of(args, world_sizes, options)
+            run = partial(tune, **tune_options)
+            if args.write is not None:
+                write_hardware(tune_options["hardware"], args.write)
+                print(f"written: {args.write}", file=sys.stderr)
         if args.plot is not None:
             check_picture(args.plot)
         progress.note(f"importing {args.model}")
         factory = load_factory(args.model)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         return progress.failed(USAGE, _located(error))
     except Exception as error:
         return progress.failed(FAILURE, f"--model {args.model}: {_located(error)}")
@@ -121,11 +133,30 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
         "mp_policy": None if compute is reduce is None else policy,
         "reshard_after_forward": False if args.keep_gathered else None,
         "strategy": args.strategy,
-        "batch": args.batch,
+        "batch": _batch_of(args),
         "seq": args.seq,
         "limits": limits,
+        "accumulates": args.no_sync,
         **_optimizer_of(args.optimizer, not args.loop),
     }
+
+
+def _batch_of(args: argparse.Namespace) -> int | list[int] | None:
+    if args.batch is None:
+        return None
+    parts = [part.strip() for part in args.batch.split(",")]
+    if not all(map(str.isdecimal, parts)) or (len(parts) > 1 and not args.tune):
+        expected = "numbers, for example 1,2,4" if args.tune else "a number (several are for --tune)"
+        raise ValueError(f"--batch {args.batch}: expected {expected}")
+    return int(parts[0]) if len(parts) == 1 else [*map(int, parts)]
+
+
+def _seconds_of(text: str | None) -> float | None:
+    """Parse ``0.85s`` or ``850ms``."""
+    match = re.fullmatch(r"(\d*\.?\d+) ?(ms|s)?", text or "")
+    if text is not None and match is None:
+        raise ValueError(f"--measured {text}: expected a time such as 0.85s or 850ms")
+    return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0) if match else None
 
 
 def _tune_options_of(args: argparse.Namespace, sizes: Sequence[int], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,8 +172,10 @@ def _tune_options_of(args: argparse.Namespace, sizes: Sequence[int], options: Ma
         raise ValueError(f"--node-size {args.node_size}: expected at least 1")
     return given | {
         "world_size": sizes[0],
-        "hardware": hardware_of(args.hardware or "h100"),
+        "hardware": hardware_of(args.hardware or "h100", args.software),
         "node_size": args.node_size,
+        "measured": _seconds_of(args.measured),
+        "node_bandwidth": None if args.node_bandwidth is None else args.node_bandwidth * 1e9,
         "max_memory": memory,
         "is_compiled": args.compiled,
     }
@@ -223,7 +256,7 @@ class _Progress:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("hardware.toml"), metavar="FILE", help="hardware.toml")
+    parser.add_argument("--output", type=Path, default=Path("hardware.json"), metavar="FILE", help="hardware.json")
     parser.add_argument(
         "--processes", type=int, metavar="N", help="how many measure at the same time (default: one per GPU; CPU: 2)"
     )

@@ -12,6 +12,7 @@ import functools
 import operator
 import os
 import sys
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -101,6 +102,7 @@ __all__ = [
     "fake_store",
     "finalizes_gradients",
     "flatten_mesh",
+    "flex_attention_by",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp_",
@@ -1307,3 +1309,26 @@ def admit_several_chunks(is_sharded: Callable[[Any], bool]) -> None:
     HuggingFaceStorageWriter.prepare_global_plan = plan_files  # type: ignore[method-assign]
     _planning._create_write_item_for_bytesio = plan_checked  # type: ignore[assignment]
     _consolidation._write_sub_tensor_to_file_optimized = copy_part  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def flex_attention_by(attend: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let FlexAttention be ``attend(query, key, value, scale=..., enable_gqa=True)``, on any device."""
+    from torch.nn.attention import flex_attention as module
+
+    names = "_validate_device", "flex_attention_hop"
+    before = [getattr(module, name) for name in names]
+
+    def attend_with_sums(query: Any, key: Any, value: Any, _: Any, __: Any, scale: Any, *___: Any, **____: Any) -> Any:
+        sums = query.new_zeros(query.shape[:-1], dtype=torch.float32)
+        return attend(query, key, value, scale=scale, enable_gqa=True), sums, sums
+
+    for name, replaced in zip(names, (lambda *_: None, attend_with_sums), strict=True):
+        setattr(module, name, replaced)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+            yield
+    finally:
+        for name, item in zip(names, before, strict=True):
+            setattr(module, name, item)

@@ -45,6 +45,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -436,6 +437,19 @@ def test_foreach_lerp_():
     values = [torch.zeros(2), torch.zeros(0), torch.zeros(1)]
     _torch.foreach_lerp_(values, [torch.full_like(value, 2.0) for value in values], 0.25)
     assert torch.equal(torch.cat(values), torch.full((3,), 0.5))
+
+
+def test_flex_attention_by():
+    query, key = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with _torch.flex_attention_by(nn.functional.scaled_dot_product_attention):
+            mixed = flex_attention(query, key, key, score_mod=lambda score, *_: score, scale=0.5, enable_gqa=True)
+    mixed.sum().backward()
+    expected = nn.functional.scaled_dot_product_attention(query, key, key, scale=0.5, enable_gqa=True)
+    torch.testing.assert_close(mixed, expected)
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        flex_attention(query, key, key, enable_gqa=True)
 
 
 def test_foreach_zero_():

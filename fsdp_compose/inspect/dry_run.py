@@ -13,12 +13,14 @@ from threading import get_ident
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from .._torch import (
     DispatchMode,
     current_graph_task_id,
+    flex_attention_by,
     is_composite,
     is_wrapper,
     overload_packet,
@@ -26,7 +28,7 @@ from .._torch import (
     storage_id,
 )
 from .plan_report import ACTIVATIONS, GATHERED, KINDS, OTHER, TEMPORARY, Moment
-from .step_events import Allocated, Operation, StepEvent, operation_of
+from .step_events import Operation, StepEvent, operation_of
 
 # ---- The ledger: allocations and frees of a run, in order, and the bytes of each kind at each moment.
 #
@@ -93,7 +95,7 @@ class Ledger:
     def resized(self, storage: torch.UntypedStorage) -> None:
         item = self._items.get(storage_id(storage))
         if item is not None:
-            self._grow(item, storage.nbytes() - item.nbytes)
+            self._change(item, storage.nbytes() - item.nbytes)
 
     def exchanged(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         """Note that two storages exchanged their memory, as those of unsharded parameters do."""
@@ -109,7 +111,7 @@ class Ledger:
         item = self._items.get(key)
         if item is None:
             item = self._items[key] = _Item(self._kind_of_new(), 0, weakref.ref(storage, partial(self._died, key)))
-            self._grow(item, storage.nbytes())
+            self._change(item, storage.nbytes())
         return item
 
     def _kind_of_new(self) -> str:
@@ -126,11 +128,6 @@ class Ledger:
     def _died(self, key: int, _: object) -> None:
         item = self._items.pop(key)
         self._change(item, -item.nbytes)
-
-    def _grow(self, item: _Item, growth: int) -> None:
-        if growth > 0:
-            self.events.append(Allocated(growth))
-        self._change(item, growth)
 
     def _change(self, item: _Item, growth: int) -> None:
         if growth:
@@ -390,9 +387,9 @@ _HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but
 
 
 @contextmanager
-def norms_of_devices() -> Iterator[None]:
+def kernels_of_devices() -> Iterator[None]:
     """On this thread, let RMSNorm be one operation that keeps its input and a number for each row, as on accelerators;
-    on the CPU it is several, which keep more."""
+    on the CPU it is several, which keep more. FlexAttention, which has no backward there, is an attention to all."""
     on_cpu, thread = torch.rms_norm, get_ident()
 
     def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
@@ -404,7 +401,8 @@ def norms_of_devices() -> Iterator[None]:
     # Not a mode for torch functions: none is active while autograd recomputes a checkpointed forward.
     torch.rms_norm = rms_norm
     try:
-        yield
+        with flex_attention_by(F.scaled_dot_product_attention):
+            yield
     finally:
         torch.rms_norm = on_cpu
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseTypeError
-from ..extension import MixedPrecisionPolicy, bytes_of_limit, fully_shard, states_for, states_to_run
+from ..extension import MixedPrecisionPolicy, bytes_of_limit, fully_shard, no_sync, states_for, states_to_run
 from .plan_report import Plan, advise, mesh_shape_of
 from .simulated_step import LossOf, MakeOptimizer, OptimizerOf, simulate
 
@@ -37,6 +37,7 @@ def plan(
     optimizer: MakeOptimizer | None = ADAMW,
     optimizer_of: OptimizerOf | None = None,
     limits: Sequence[int | str] = (),
+    accumulates: bool = False,
     note: Callable[[str], None] | None = None,
 ) -> Plan:
     """Estimate what a training step needs on one rank of many: memory by kind, collectives and padding, with advice.
@@ -56,7 +57,7 @@ def plan(
         world_sizes: numbers of ranks.
         mesh: ``"2x4"`` for 2 replicas of 4 shards each; one of the numbers may be ``*``. Default: shard over all ranks.
         wrap: class names of the modules that become groups, besides the model itself; default: the children of the
-            outermost ``nn.ModuleList`` s.
+            outermost ``nn.ModuleList`` s, and blocks of one class in an ``nn.Sequential``.
         mp_policy, reshard_after_forward, strategy: as for ``fully_shard``.
         batch, seq: number of sequences in a rank's batch and of tokens in each. Needed if ``factory`` returns no loss
             function: the model is then called with token ids, which also serve as labels.
@@ -67,6 +68,8 @@ def plan(
             ``lambda model: Muon(muon_groups(model))``. Replaces ``optimizer``.
         limits: values of ``limit_unsharded_bytes`` to compare, for example ``["1 group", "2 groups"]``: the step is run
             once more with each, for its peak and for how many collectives nothing overlaps then.
+        accumulates: a step has several micro-batches, of which all but the last are under ``no_sync``: unsharded
+            gradients are kept in between. The figures are those of two.
         note: called with a line of text about the progress.
 
     Returns:
@@ -99,6 +102,8 @@ def plan(
     for size, shape in zip(sizes, shapes, strict=True):
         build = partial(_build, factory, shape if mesh is not None else None, wrap, given, batch, seq)
         step = partial(simulate, make_optimizer=make, world_size=size, note=note or (lambda _: None))
+        if accumulates:
+            step = partial(step, without_sync=no_sync)
         limited = [step(partial(_with_limit, build, limit)).with_limit(limit) for limit in limits]
         worlds.append(replace(advise(step(build)), limited=(*limited,)))
     return Plan(_name_of(optimizer_of or optimizer), "" if batch is None else f"{batch} x {seq} tokens", (*worlds,))
@@ -190,7 +195,7 @@ def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Mod
         ValueError: ``model`` contains no module of one of these classes.
     """
     if wrap is None:
-        return [child for parent in _outermost_lists(model) for child in parent if _has_parameters(child)]
+        return [child for blocks in _outermost_lists(model) for child in blocks if _has_parameters(child)]
     classes = {type(module).__name__ for module in model.modules()}
     missing = [name for name in wrap if name not in classes]
     if missing:
@@ -204,10 +209,21 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+def _outermost_lists(module: nn.Module) -> Iterator[Sequence[nn.Module]]:
+    """The items of a ``ModuleList``, and those of a ``Sequential`` that are of one class, are no single layers, and are
+    several: it may hold other modules too."""
+    if isinstance(module, nn.Sequential):
+        blocks = [child for child in module if next(child.children(), None) is not None]
+        of_each: dict[type, list[nn.Module]] = {}
+        for block in blocks:
+            of_each.setdefault(type(block), []).append(block)
+        most = max(of_each.values(), key=len, default=[])
+        if len(most) > 1:
+            yield most
+            return
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            yield child
+            yield [*child]
         else:
             yield from _outermost_lists(child)
 

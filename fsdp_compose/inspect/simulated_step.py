@@ -9,6 +9,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from ..extension import (
 from ..optim import Matrixwise, Muon
 from .describe import collect
 from .diagnose import find_unreduced_parameters
-from .dry_run import DryRun, Ledger, norms_of_devices
+from .dry_run import DryRun, Ledger, kernels_of_devices
 from .plan_report import (
     ACTIVATIONS,
     GATHERED,
@@ -141,10 +142,15 @@ LossOf = Callable[[nn.Module], torch.Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # of a list of parameters
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
 Build = Callable[[], tuple[nn.Module, LossOf]]
+WithoutSync = Callable[[nn.Module], AbstractContextManager[None]]
 
 
 def simulate(
-    build: Build, make_optimizer: OptimizerOf | None, world_size: int, note: Callable[[str], None]
+    build: Build,
+    make_optimizer: OptimizerOf | None,
+    world_size: int,
+    note: Callable[[str], None],
+    without_sync: WithoutSync | None = None,
 ) -> WorldFacts:
     """Build the model as the first of ``world_size`` ranks, and train it for some steps.
 
@@ -153,6 +159,7 @@ def simulate(
             collectives move no data.
         make_optimizer: makes the optimizer of the model, if there is one.
         note: called with a line of text about the progress.
+        without_sync: the step has a micro-batch before its last one, and this context around it: ``no_sync``.
 
     Raises:
         RuntimeError: there is a process group already.
@@ -169,7 +176,7 @@ def simulate(
         gc.freeze()  # what is older than the model takes no time in the collections below
     try:
         stay_on_cpu()
-        return _Simulation(world_size, note).run(build, make_optimizer)
+        return _Simulation(world_size, note, without_sync).run(build, make_optimizer)
     finally:
         gc.collect()  # models are cycles: the memory is needed for the next
         if freezes:
@@ -179,8 +186,8 @@ def simulate(
 
 
 class _Simulation:
-    def __init__(self, world_size: int, note: Callable[[str], None]) -> None:
-        self._world_size, self._note = world_size, note
+    def __init__(self, world_size: int, note: Callable[[str], None], without_sync: WithoutSync | None) -> None:
+        self._world_size, self._note, self._without_sync = world_size, note, without_sync
         self._ledger = Ledger()
         self._mode = DryRun(self._ledger, self._tell)
         self._doing = ""
@@ -191,7 +198,7 @@ class _Simulation:
         ledger = self._ledger
         refuse_access(torch.empty(0).untyped_storage(), "")  # probes torch once per process, which needs real kernels
         watched = watched_storages(ledger.resized, ledger.exchanged)
-        with watched, torch.compiler.set_stance("force_eager"), norms_of_devices(), self._mode:
+        with watched, torch.compiler.set_stance("force_eager"), kernels_of_devices(), self._mode:
             self._begin("building", OTHER)
             model, loss_of = build()
             self._materialize(model)
@@ -261,16 +268,10 @@ class _Simulation:
 
     def _step(self, model: nn.Module, loss_of: LossOf, optimizer: torch.optim.Optimizer | None, prefix: str) -> bool:
         """Run a training step. Return whether its backward recomputed forwards."""
-        self._begin(FORWARD, ACTIVATIONS, prefix)
-        loss = loss_of(model)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise MisuseError(
-                "the loss must be a tensor of one element that depends on trainable parameters, got "
-                + (f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)[:80])
-            )
-        self._begin(BACKWARD, TEMPORARY, prefix)
-        loss.backward()
-        del loss
+        if self._without_sync is not None:
+            with self._without_sync(model):
+                self._micro_batch(model, loss_of, prefix)
+        self._micro_batch(model, loss_of, prefix)
         self._ledger.label(GRADIENTS, *(param.grad for param in model.parameters()))
         self._begin(STEP, TEMPORARY, prefix)
         if optimizer is None:
@@ -282,6 +283,17 @@ class _Simulation:
                 self._ledger.label(OPTIMIZER, *(item for item in state.values() if isinstance(item, torch.Tensor)))
             optimizer.zero_grad()
         return self._ledger.has_recomputed
+
+    def _micro_batch(self, model: nn.Module, loss_of: LossOf, prefix: str) -> None:
+        self._begin(FORWARD, ACTIVATIONS, prefix)
+        loss = loss_of(model)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise MisuseError(
+                "the loss must be a tensor of one element that depends on trainable parameters, got "
+                + (f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)[:80])
+            )
+        self._begin(BACKWARD, TEMPORARY, prefix)
+        loss.backward()
 
     def _begin(self, name: str, kind: str, prefix: str = "") -> None:
         self._ledger.begin(name, kind)

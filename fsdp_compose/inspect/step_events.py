@@ -1,12 +1,11 @@
-"""What one rank does in a training step, in order: operations, collectives, waits and new memory. ``simulate`` records
+"""What one rank does in a training step, in order: operations, collectives and waits. ``simulate`` records
 them in its last step, and the ``tuning`` wing tells from them how long a step takes."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -31,6 +30,8 @@ class Operation:
         num_tensors: how many tensors it updates, if it takes a list of them.
         layout: of a product of two matrices: for each ``n``, or ``t`` if it is stored by columns; else empty.
         is_attention: whether it is an attention.
+        hidden: of an operator of another library without a formula, the floating-point operations that its sizes allow:
+            for each element that it makes, two products over the largest dimension of its tensors.
         is_repeated: it belongs to a forward that backward recomputes.
     """
 
@@ -42,7 +43,13 @@ class Operation:
     num_tensors: int = 1
     layout: str = ""
     is_attention: bool = False
+    hidden: float = 0.0
     is_repeated: bool = False
+
+    @property
+    def is_backward(self) -> bool:
+        """Of an attention: it computes gradients."""
+        return "backward" in self.name or "bwd" in self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +84,7 @@ class Wait:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Allocated:
-    """New memory.
-
-    Attributes:
-        nbytes: its size.
-    """
-
-    nbytes: int
-
-
-StepEvent: TypeAlias = Operation | Issue | Wait | Allocated
+StepEvent: TypeAlias = Operation | Issue | Wait
 
 
 def operation_of(
@@ -112,16 +108,26 @@ def operation_of(
         written = _bytes_of(made or listed)
         nbytes = _bytes_of(given) + (0 if name in _OVERWRITING else written)
     first = (given or made)[0] if given or made else torch.empty(0)
-    is_attention = "scaled_dot_product" in name
+    is_of_torch = func.namespace.lstrip("_") in _OF_TORCH
+    is_attention = (_ATTENTION_OF_TORCH if is_of_torch else _ATTENTIONS).search(func._schema.name) is not None
+    # Torch's own formulas count no causal masks.
+    flops = None if is_attention and is_of_torch else _flops_of(func, args, kwargs, result)
+    if flops is None and is_attention:
+        flops = _attention_flops(func, args, given, is_of_torch)
+    hidden = 0.0
+    if flops is None and not is_of_torch:
+        largest = max((size for item in (*given, *made) for size in item.shape), default=0)
+        hidden = 4.0 * sum(item.numel() for item in made) * largest
     return Operation(
-        name=name,
+        name=name if is_of_torch else func._schema.name,
         phase=phase,
-        flops=_attention_flops(func, args, given) if is_attention else _flops_of(func, args, kwargs, result),
+        flops=flops or 0.0,
         nbytes=nbytes,
         dtype=first.dtype,
         num_tensors=max(1, len(listed)),
         layout="".join(map(_layout_of, given[-2:])) if name in _OF_MATRICES else "",
         is_attention=is_attention,
+        hidden=hidden,
     )
 
 
@@ -129,6 +135,10 @@ _WITHOUT_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "local_scalar_dense",
     "record_function_enter_new", "record_function_exit",
 }  # fmt: skip
+_OF_TORCH = {"aten", "prims", "c10d", "c10d_functional", "fsdp", "inductor", "torchvision"}
+# Those of flash-attn and xformers, whose tensors have the heads behind the tokens.
+_ATTENTIONS = re.compile("flash_attn|flash_attention|efficient_attention|fmha|xformers_flash")
+_ATTENTION_OF_TORCH = re.compile("scaled_dot_product")
 _GATHERING = {"embedding", "index_select", "gather"}
 _OF_MATRICES = {"mm", "addmm"}
 _OF_LISTS = ("foreach_", "fused_")
@@ -143,15 +153,11 @@ def _layout_of(matrix: torch.Tensor) -> str:
     return "t" if matrix.stride(-1) != 1 and matrix.stride(-2) == 1 else "n"
 
 
-@cache
-def _formula(packet: Any) -> Callable[..., Any] | None:
-    return flop_registry.get(packet)
-
-
-def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    formula = _formula(overload_packet(func))
+def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
+    """By the formula that torch has, or that ``register_flop_formula`` was given; ``None``: there is none."""
+    formula = flop_registry.get(overload_packet(func))
     if formula is None:
-        return _grouped_flops(*args[:2]) if "grouped_mm" in func._schema.name else 0.0
+        return _grouped_flops(*args[:2]) if "grouped_mm" in func._schema.name else None
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     return float(formula(*args, **kwargs, out_val=result))
 
@@ -162,14 +168,17 @@ def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
     return 2.0 * a.numel() * b.shape[-1] / groups
 
 
-def _attention_flops(func: Any, args: Any, given: Sequence[torch.Tensor]) -> float:
-    """The products of an attention; torch's counter has no formula for the CPU's."""
+def _attention_flops(func: Any, args: Any, given: Sequence[torch.Tensor], is_of_torch: bool) -> float | None:
+    """The products of an attention; torch's counter has no formula for the CPU's, nor for those of other libraries."""
     names = [item.name for item in func._schema.arguments]
-    is_backward = func._schema.name.endswith("backward")
-    is_causal = any(name == "is_causal" and value for name, value in zip(names, args, strict=False))
-    query, key, value = given[1:4] if is_backward else given[:3]
-    batch = math.prod(query.shape[:-2])
-    scores = batch * query.shape[-2] * key.shape[-2]
+    is_backward = "backward" in func._schema.name or "bwd" in func._schema.name
+    is_causal = any(name in ("is_causal", "causal") and value for name, value in zip(names, args, strict=False))
+    operands = [item for item in given if item.ndim >= 3][is_backward:][:3]
+    if len(operands) < 3:
+        return None
+    query, key, value = operands
+    tokens = key.ndim - 2 if is_of_torch else key.ndim - 3  # others: sequences if any, tokens, heads, width
+    scores = query.numel() // query.shape[-1] * key.shape[tokens]
     # Two products in forward. Backward has five: it makes the scores again.
     products = 2 * key.shape[-1] + 3 * value.shape[-1] if is_backward else key.shape[-1] + value.shape[-1]
     return 2.0 * scores * products * (0.5 if is_causal else 1.0)

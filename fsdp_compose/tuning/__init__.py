@@ -7,10 +7,11 @@ it measures, and ``fitting`` turns the times into ``hardware``."""
 from .answer import Rejected as Rejected
 from .answer import Result as Result
 from .answer import Tuning as Tuning
-from .calibration import BUSY as BUSY
 from .calibration import calibrate as calibrate
 from .calibration import write_hardware as write_hardware
+from .hardware import BUSY as BUSY
 from .hardware import PRESETS as PRESETS
+from .hardware import SOFTWARE as SOFTWARE
 from .hardware import Curve as Curve
 from .hardware import Device as Device
 from .hardware import Hardware as Hardware

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..inspect import Report, Section, StepEvent, as_text, bytes_of, save_figure
-from .hardware import Hardware
+from ..inspect import Operation, Report, Section, StepEvent, as_text, bytes_of, save_figure
+from .hardware import BUSY, Hardware
 from .schedule import COMPUTE, Schedule, schedule
 from .setting import Setting
 
-_FACTORS = (0.5, 2.0)  # of the network's bandwidth, in the question of what changes then
-_MOST_SHOWN = 5
+_MOST_SHOWN, _MOST_NAMED = 5, 3
+_OF_MEMORY = 0.01  # of all memory, in which peaks that differ less count as equal
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,35 @@ class Result:
     Attributes:
         setting: see ``Setting``.
         peak: bytes of a rank's device.
+        reserved: bytes that must be free beside them, by what takes them.
         times: see ``Schedule``.
+        on_half: seconds of the step if the network had half of its bandwidth.
         events: what a step with one micro-batch does; not in JSON.
         code: a function ``shard(model)`` to paste.
     """
 
     setting: Setting
     peak: int
+    reserved: Mapping[str, int]
     times: Schedule
+    on_half: float
     events: tuple[StepEvent, ...] = field(default=(), repr=False)
     code: str = field(default="", repr=False)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of memory that it needs."""
+        return self.peak + sum(self.reserved.values())
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step of a rank; 1 if it is not known how many there are."""
+        return max(1, self.setting.batch * self.setting.num_batches)
+
+    @property
+    def per_sequence(self) -> float:
+        """Seconds of the step for each of its sequences."""
+        return self.times.seconds / self.sequences
 
 
 @dataclass(frozen=True)
@@ -58,13 +77,18 @@ class Tuning:
     Attributes:
         model: the model's class.
         world_size, node_size: numbers of ranks, in all and in a node.
-        max_memory: bytes of a rank; a tenth of them stays free.
+        max_memory: bytes of a rank.
         hardware: what the times are predicted for.
         is_compiled: blocks are compiled.
-        results: settings that fit, the fastest first.
+        num_groups: of the default setting.
+        results: settings that fit: first those that are as fast as the fastest, as far as predictions can tell, those
+            that take less memory before others, and of these those that suffer less from a slower network; then others,
+            the fastest first. Of several batches, by the time of a sequence.
         default: ``fully_shard`` on each block and on the model, whether it fits or not.
         rejected: settings that are left out, with reasons.
         num_runs: how many steps were run dry.
+        measured: the seconds of the default's step, if they were given.
+        factor: by which all times were multiplied for that.
     """
 
     model: str
@@ -73,38 +97,32 @@ class Tuning:
     max_memory: int
     hardware: Hardware
     is_compiled: bool
+    num_groups: int
     results: tuple[Result, ...]
     default: Result
     rejected: tuple[Rejected, ...]
     num_runs: int
+    measured: float | None = None
+    factor: float = 1.0
 
     @property
     def best(self) -> Result | None:
-        """The fastest setting that fits, if there is one."""
+        """The setting to take, if one fits."""
         return self.results[0] if self.results else None
 
     @property
     def tied(self) -> tuple[Result, ...]:
         """The results that the predictions can't tell from the best one: the hardware's ``error`` is larger than what
-        they take more."""
-        if self.best is None:
-            return ()
-        most = self.best.times.seconds * (1 + self.hardware.device.error)
-        return tuple(result for result in self.results[1:] if result.times.seconds <= most)
+        they differ by."""
+        return self.results[1 : num_tied(self.results, self.hardware)]
 
     @property
     def default_fits(self) -> bool:
         """Whether the default is among the results."""
         return any(result.setting == self.default.setting for result in self.results)
 
-    def best_with(self, factor: float) -> tuple[Result, Schedule]:
-        """The best result if the network had other bandwidths, and its times then."""
-        hardware = replace(self.hardware, network=self.hardware.network.scaled(factor))
-        pairs = [(one, predict(one.setting, one.events, hardware, self.is_compiled)) for one in self.results]
-        return min(pairs, key=lambda pair: pair[1].seconds)
-
     def text(self) -> str:
-        """Format the best settings as a table, with what else would change the choice, and the code of the best."""
+        """Format the best settings as a table, with what would change the choice, and the code of the first."""
         return as_text(_report_of(self))
 
     def json(self) -> str:
@@ -118,6 +136,8 @@ class Tuning:
                 "max_memory": self.max_memory,
                 "hardware": self.hardware.device.name,
                 "is_compiled": self.is_compiled,
+                "num_groups": self.num_groups,
+                "measured": self.measured,
                 "results": [_plain(result) for result in self.results],
                 "tied": len(self.tied),
                 "default": {**_plain(self.default), "fits": self.default_fits},
@@ -142,9 +162,14 @@ class Tuning:
 
 
 def predict(
-    setting: Setting, events: Sequence[StepEvent], hardware: Hardware, is_compiled: bool, keeps_spans: bool = False
+    setting: Setting,
+    events: Sequence[StepEvent],
+    hardware: Hardware,
+    is_compiled: bool,
+    factor: float = 1.0,
+    keeps_spans: bool = False,
 ) -> Schedule:
-    return schedule(
+    times = schedule(
         events,
         hardware.device,
         hardware.network,
@@ -153,12 +178,29 @@ def predict(
         is_compiled=is_compiled,
         keeps_spans=keeps_spans,
     )
+    return times if factor == 1.0 else times.stretched(factor)
+
+
+def num_tied(results: Sequence[Result], hardware: Hardware) -> int:
+    """How many of the first results are as fast as the fastest, as far as predictions can tell."""
+    least = min((result.per_sequence for result in results), default=0.0) * (1 + hardware.device.error)
+    return sum(result.per_sequence <= least for result in results)
+
+
+def in_order(ranked: Sequence[Result], hardware: Hardware, memory: int) -> list[Result]:
+    """Results, the fastest first, in the order of ``Tuning``."""
+    num = num_tied(ranked, hardware)
+    tied = sorted(ranked[:num], key=lambda one: (round(one.peak / memory / _OF_MEMORY), one.on_half / one.sequences))
+    return [*tied, *ranked[num:]]
 
 
 def _plain(result: Result) -> dict[str, Any]:
     times = asdict(result.times)
     del times["spans"]
-    return {"setting": asdict(result.setting), "peak": result.peak, "times": times}
+    return {
+        "setting": asdict(result.setting), "peak": result.peak, "needed": result.needed, "times": times,
+        "on_half": result.on_half,
+    }  # fmt: skip
 
 
 # ---- The report
@@ -166,19 +208,29 @@ def _plain(result: Result) -> dict[str, Any]:
 
 def _report_of(tuning: Tuning) -> Report:
     device, best = tuning.hardware.device, tuning.best
+    groups = f"{tuning.num_groups} groups (--wrap chooses others)" if tuning.num_groups > 1 else (
+        "ONE GROUP: no list of blocks was found, name their classes with --wrap"
+    )  # fmt: skip
     heading = [
         f"{tuning.model} on {tuning.world_size:,} x {device.name}, {tuning.node_size} in a node, "
-        f"{bytes_of(tuning.max_memory)} each: {len(tuning.results)} settings fit, {len(tuning.rejected)} are left out "
-        f"({tuning.num_runs} dry runs)"
+        f"{bytes_of(tuning.max_memory)} each; {groups}; {len(tuning.results)} settings fit, {len(tuning.rejected)} are "
+        f"left out ({tuning.num_runs} dry runs)"
     ]
-    columns = ("", "setting", "micro-batches", "step", "exposed", "peak", "MFU")
-    shown = [(str(number), result) for number, result in enumerate(tuning.results[:_MOST_SHOWN], 1)]
+    rows = [*_alike(tuning)][:_MOST_SHOWN]
     default = "default" if tuning.default_fits else "default (does not fit)"
-    rows = [_row(number, result) for number, result in [*shown, (default, tuning.default)]]
-    sections = [Section("fastest first, predicted", columns, rows, right=columns[2:])]
-    notes = [*_notes(tuning)]
-    if notes:
-        sections.append(Section("how sure", items=notes))
+    named = [(str(number), row) for number, row in enumerate(rows, 1)] + [(default, (tuning.default,))]
+    unit, name = _unit_of([row[0].times.seconds for _, row in named])
+    columns = ("", "setting", "micro-batches", f"step, {name}", f"exposed, {name}", "sequences/s", "peak, GiB", "MFU")
+    cells = [_row(number, row, unit) for number, row in named]
+    sections = [Section("fastest first, predicted", columns, cells, right=columns[2:])]
+    sections.append(Section("how sure", items=[*_notes(tuning, rows)]))
+    if best is not None:
+        parts = {"what the step allocates": best.peak, **best.reserved}
+        items = [f"{what}: {bytes_of(nbytes)}" for what, nbytes in parts.items()]
+        sections.append(Section("memory of the first", items=[*items, f"of {bytes_of(tuning.max_memory)}"]))
+    unknown = [*_operators_without_formula(tuning)]
+    if unknown:
+        sections.append(Section("operators without a formula of their operations", items=unknown))
     if tuning.rejected:
         sections.append(Section("left out", items=[*_rejections(tuning.rejected)]))
     sections.append(Section("assumed", items=[*_assumptions(tuning)]))
@@ -187,36 +239,83 @@ def _report_of(tuning: Tuning) -> Report:
     return Report(tuning.model, heading, sections)
 
 
-def _row(number: str, result: Result) -> list[str]:
+def _alike(tuning: Tuning) -> Iterator[tuple[Result, ...]]:
+    """The results; tied ones that take as much memory together."""
+    num = num_tied(tuning.results, tuning.hardware)
+    peaks: dict[int, list[Result]] = {}
+    for result in tuning.results[:num]:
+        peaks.setdefault(round(result.peak / tuning.max_memory / _OF_MEMORY), []).append(result)
+    yield from map(tuple, peaks.values())
+    yield from ((result,) for result in tuning.results[num:])
+
+
+def _row(number: str, row: Sequence[Result], unit: float) -> list[str]:
+    result = row[0]
     times, setting = result.times, result.setting
     batches = f"{setting.num_batches} of {setting.batch}" if setting.batch else f"{setting.num_batches}"
+    rate = f"{1 / result.per_sequence:,.2f}" if setting.batch else "-"
     mfu = f"{times.mfu:.0%}" if times.mfu else "-"
-    seconds = [_seconds(times.seconds), _seconds(times.exposed)]
-    return [number, str(setting), batches, *seconds, bytes_of(result.peak), mfu]
+    seconds = [f"{times.seconds / unit:,.2f}", f"{times.exposed / unit:,.2f}"]
+    name = str(setting) if len(row) == 1 else f"{setting}; or {len(row) - 1} more"
+    return [number, name, batches, *seconds, rate, f"{result.peak / (1 << 30):,.2f}", mfu]
+
+
+def _unit_of(seconds: Sequence[float]) -> tuple[float, str]:
+    return next(
+        (unit, name)
+        for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+        if max(seconds) >= 2 * unit or unit < 1e-3
+    )
 
 
 def _seconds(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e6:.0f} us"
+    unit, name = _unit_of([seconds])
+    return f"{seconds / unit:.3g} {name}"
 
 
-def _notes(tuning: Tuning) -> Iterator[str]:
-    error = tuning.hardware.device.error
-    if tuning.best is None:
+def _notes(tuning: Tuning, rows: Sequence[Sequence[Result]]) -> Iterator[str]:
+    error, best = tuning.hardware.device.error, tuning.best
+    if best is None:
         yield "nothing fits: more ranks, a smaller batch, more memory, or offloading of activations may help"
         return
     if tuning.tied:
-        slowest = tuning.tied[-1].times.seconds / tuning.best.times.seconds - 1
         yield (
-            f"the first {len(tuning.tied) + 1} are tied within {max(slowest, 0.001):.1%}, which is less than the "
-            f"error of the predictions ({error:.0%}): measure them"
+            f"{len(tuning.tied) + 1} settings are tied: they differ by less than the error of predictions "
+            f"({error:.0%}), so the one that takes least memory is first; measure them"
         )
-    for factor in _FACTORS:
-        other, times = tuning.best_with(factor)
-        what = "the same" if other is tuning.best else str(other.setting)
-        yield f"with {factor:g} x the network's bandwidth: {what}, {_seconds(times.seconds)}"
+    for number, row in enumerate(rows, 1):
+        if len(row) > 1:
+            named = ", or ".join(str(one.setting) for one in row[:_MOST_NAMED])
+            more = f" and {len(row) - _MOST_NAMED} more" if len(row) > _MOST_NAMED else ""
+            yield f"{number}: {named}{more}: {_what_tells(row, error)}"
+    other = min(tuning.results, key=lambda one: one.on_half / one.sequences)
+    gains = best.on_half / best.sequences > (1 + error) * other.on_half / other.sequences
+    yield f"with half of the network's bandwidth: {other.setting if gains else 'the same'}, " + _seconds(
+        (other if gains else best).on_half
+    )
+
+
+def _what_tells(row: Sequence[Result], error: float) -> str:
+    slowest = max(row, key=lambda one: one.on_half)
+    if slowest.on_half > (1 + error) * row[0].on_half:
+        told = f"{_seconds(row[0].on_half)} against {_seconds(slowest.on_half)} for {slowest.setting}"
+        return f"half of the network's bandwidth would tell them apart ({told})"
+    return "only measuring tells them apart"
+
+
+def _operators_without_formula(tuning: Tuning) -> Iterator[str]:
+    device, events = tuning.hardware.device, (tuning.best or tuning.default).events
+    found: dict[str, list[Operation]] = {}
+    for event in events:
+        if isinstance(event, Operation) and event.hidden:
+            found.setdefault(event.name, []).append(event)
+    for name, those in found.items():
+        counted = sum(device.seconds(one) for one in those)
+        hidden = sum(device.seconds(replace(one, flops=one.hidden)) for one in those)
+        yield (
+            f"{name}, {len(those)} times: counted by its bytes, {_seconds(counted)}; by its sizes it may take up to "
+            f"{_seconds(hidden)}. Give its formula to torch.utils.flop_counter.register_flop_formula"
+        )
 
 
 def _rejections(rejected: Sequence[Rejected]) -> Iterator[str]:
@@ -229,14 +328,22 @@ def _rejections(rejected: Sequence[Rejected]) -> Iterator[str]:
 
 def _assumptions(tuning: Tuning) -> Iterator[str]:
     device, network = tuning.hardware.device, tuning.hardware.network
-    how = "measured by calibrate" if tuning.hardware.calibrated else "a preset: rates are guesses, times good to +-30 %"
+    measured = tuning.hardware.calibrated
+    how = "measured by calibrate" if measured else "a preset"
+    if measured.get("clock") == "wall" and measured.get("busy", 0.0) > BUSY:
+        how += (
+            f" while the machine was busy, so these times are worth nothing ({measured['busy']:g} times its CPU time)"
+        )
     yield f"{device.name}: {how} ({device.source})"
+    if tuning.measured is not None:
+        took = _seconds(tuning.measured)
+        yield f"times are {tuning.factor:.2f} x those predicted: the default's step takes {took}, as measured"
     rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device.matmul.items())
     yield f"products in TFLOP/s: {rates}; memory {device.memory / 1e9:,.0f} GB/s"
     levels = "; ".join(f"{level.ranks or 'all'} ranks {level.bandwidth / 1e9:.3g}" for level in network.levels)
     yield f"network in GB/s of each rank: {levels}"
     blocks = "compiled blocks" if tuning.is_compiled else "eager blocks"
-    yield f"{blocks}; a tenth of the memory stays free; nothing else uses the network; data come in time"
+    yield f"{blocks}; nothing else uses the network; data come in time"
 
 
 # ---- The picture: memory against time of all settings, and the first one's schedule
@@ -252,35 +359,43 @@ def _save_picture(tuning: Tuning, path: Path) -> None:
     def draw(figure: Any) -> None:
         upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
         _draw_settings(upper, tuning, best)
-        _draw_schedule(lower, predict(best.setting, best.events, tuning.hardware, tuning.is_compiled, True))
+        _draw_schedule(
+            lower, predict(best.setting, best.events, tuning.hardware, tuning.is_compiled, tuning.factor, True)
+        )
 
-    save_figure(path, (9.0, 7.0), draw)
+    save_figure(path, (11.0, 7.0), draw)
 
 
 def _draw_settings(axes: Any, tuning: Tuning, best: Result) -> None:
     gib = 1 << 30
     front = [*_front(tuning.results)]
     others = [result for result in tuning.results if result not in front]
-    axes.scatter([one.times.seconds for one in others], [one.peak / gib for one in others], s=18, color="#bab0ac")
-    axes.plot([one.times.seconds for one in front], [one.peak / gib for one in front], "o-", color="#4c78a8")
-    axes.plot(tuning.default.times.seconds, tuning.default.peak / gib, "D", color="#f58518", label="default")
-    axes.axhline(tuning.max_memory / gib, color="#e45756", linestyle=":", label="memory")
-    for result in front[:_MOST_SHOWN]:
-        axes.annotate(
-            str(result.setting), (result.times.seconds, result.peak / gib), fontsize="x-small",
-            xytext=(4, 4), textcoords="offset points",
-        )  # fmt: skip
-    axes.set_xlabel("seconds of a step, predicted")
+    peaks = [result.peak / gib for result in (*tuning.results, tuning.default)]
+    axes.scatter([one.per_sequence for one in others], [one.peak / gib for one in others], s=18, color="#bab0ac")
+    axes.plot(
+        [one.per_sequence for one in front], [one.peak / gib for one in front], "o-", color="#4c78a8",
+        label="nothing is faster and smaller",
+    )  # fmt: skip
+    axes.plot(tuning.default.per_sequence, tuning.default.peak / gib, "D", color="#f58518", label="default")
+    memory = tuning.max_memory / gib
+    if memory < 1.5 * max(peaks):
+        axes.axhline(memory, color="#e45756", linestyle=":", label="memory")
+    else:  # a line so far above would press all points together
+        axes.plot([], [], " ", label=f"memory: {memory:,.1f} GiB, far above")
+    for number, result in enumerate(front[:_MOST_SHOWN], 1):  # settings are too long for labels that may not overlap
+        axes.annotate(str(number), (result.per_sequence, result.peak / gib), xytext=(4, 4), textcoords="offset points")
+        axes.plot([], [], " ", label=f"{number}: {result.setting}")
+    axes.set_xlabel("seconds for a sequence, predicted" if best.setting.batch else "seconds of a step, predicted")
     axes.set_ylabel("GiB of one rank at the peak")
-    axes.set_ylim(bottom=0)
+    axes.margins(0.15)
     axes.set_title(f"{tuning.model}, {tuning.world_size:,} x {tuning.hardware.device.name}: {best.setting}", loc="left")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _front(results: Sequence[Result]) -> Iterator[Result]:
-    """The Pareto front: results for which no faster one takes less memory. ``results`` are sorted by time."""
+    """The Pareto front: results for which no faster one takes less memory."""
     least = float("inf")
-    for result in results:
+    for result in sorted(results, key=lambda one: (one.per_sequence, one.peak)):
         if result.peak < least:
             least = result.peak
             yield result

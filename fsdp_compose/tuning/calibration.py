@@ -33,10 +33,9 @@ from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
 from ..inspect import plan, simulate
 from .fitting import CPU, WALL, Sample, busy_of, fitted_device, fitted_network, with_host
-from .hardware import Hardware
+from .hardware import BUSY, Hardware
 from .workload import GPU_WORKLOAD, Action, Workload, actions_of, tiny_model, tiny_optimizer, tiny_sharded_model
 
-BUSY = 1.2  # wall time by CPU time, above which something else uses the cores
 Note: TypeAlias = Callable[[str], None]
 
 
@@ -65,7 +64,8 @@ def calibrate(
         rounds: how often everything is measured.
         dtypes: of matrix products; the last one is that of attention. Default: fp32, and bf16 on GPUs.
         clock: ``"wall"``, or ``"cpu"`` to count CPU time, for a CPU that is never idle.
-        most_busy: the wall time by CPU time that is accepted on a CPU with a core for each thread; ``math.inf``: any.
+        most_busy: the wall time by CPU time that is accepted on a CPU with a core for each thread, unless CPU time
+            counts; ``math.inf``: any.
         node_bandwidth: bytes a second between two nodes like this one, which one machine can't measure. ``None``: there
             is only this one.
         workload: sizes of what is measured. Default: ``Workload()``, larger ones on GPUs.
@@ -94,7 +94,7 @@ def calibrate(
     job = _Job(processes, threads, rounds, (*dtypes,), workload, is_cuda)
     samples = _run_ranks(job, note, begun + time_limit)
     busy = 0.0 if is_cuda else busy_of(samples, threads)
-    if busy > most_busy and processes * threads <= _num_cores():
+    if busy > most_busy and clock == WALL and processes * threads <= _num_cores():  # CPU time is right on a busy one
         raise MisuseRuntimeError(
             f"the machine is busy: computing took {busy:.2f} times its CPU time, where {most_busy:g} is accepted. Try "
             "when it is idle, count CPU time (--cpu-time, clock='cpu'), or write it anyway (--busy-ok, "
@@ -118,7 +118,7 @@ def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(hardware.toml(), encoding="utf-8")
+        aside.write_text(hardware.json(), encoding="utf-8")
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

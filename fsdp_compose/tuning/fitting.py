@@ -13,7 +13,7 @@ from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ..inspect import Issue, Operation, StepEvent
 from .hardware import Curve, Device, Level, Network
 from .schedule import schedule
-from .workload import FRESH, KEPT, NUM_TINY, STEP_ALONE, STEP_SHARDED, TINY
+from .workload import BESIDE, NUM_GATHERS, NUM_PRODUCTS, NUM_TINY, STEP_ALONE, STEP_SHARDED, TINY
 
 WALL, CPU = "wall", "cpu"
 
@@ -61,11 +61,10 @@ def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Devic
     products = [item for item in operations if item[0].flops and not item[0].is_attention]
     rates, matmul_bytes = fitted_products((_key_of(item), item.flops, item.nbytes, took) for item, took in products)
     forward, backward = (
-        median(item.flops / took for item, took in operations if item.is_attention and is_backward(item) == which)
+        median(item.flops / took for item, took in operations if item.is_attention and item.is_backward == which)
         for which in (False, True)
     )
     curves = curves_of((item.name, item.nbytes, took) for item, took in operations if not item.flops)
-    fresh = [item.nbytes for item in samples if item.name == FRESH]
     return Device(
         "",
         "calibrate",
@@ -77,14 +76,22 @@ def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Devic
         host=tiny,
         collective=0.0,
         overlaps=is_cuda,
-        fresh=max(0.0, seconds[FRESH] - seconds[KEPT]) / fresh[0] if fresh else 0.0,
+        beside=fitted_beside(samples) if is_cuda else 1.0,
         curves=curves,
         collectives={} if is_cuda else _collectives(samples, clock),
     )
 
 
-def is_backward(attention: Operation) -> bool:
-    return attention.name.endswith("backward")
+def fitted_beside(samples: Sequence[Sample]) -> float:
+    """How many times as long products take while a collective runs: what they lack when it ends is done later."""
+    both = [item.wall for item in samples if item.name == BESIDE]
+    if not both:  # one process
+        return Device.beside
+    gathers = NUM_GATHERS * max(item.wall for item in samples if item.name == ALL_GATHER)
+    products = [item for item in samples if item.operation is not None and item.operation.name == "mm"]
+    longest = max(products, key=lambda item: (item.operation.flops, item.wall))  # type: ignore[union-attr]
+    lost = (both[0] - NUM_PRODUCTS * longest.wall) / gathers
+    return 1 / (1 - min(max(0.0, lost), 0.5))
 
 
 def _key_of(product: Operation) -> str:

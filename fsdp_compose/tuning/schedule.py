@@ -8,12 +8,12 @@ far: that is how the package's streams wait for each other. On a CPU the host co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .._arguments import checked
 from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ..inspect import STEP, Allocated, Issue, Operation, StepEvent, Wait
+from ..inspect import BACKWARD, FORWARD, STEP, Issue, Operation, StepEvent
 from .hardware import Device, Network
 
 COMPUTE, LINK = "compute", "copies between host and device"
@@ -61,6 +61,13 @@ class Schedule:
     mfu: float
     spans: tuple[Span, ...] = ()
 
+    def stretched(self, factor: float) -> Schedule:
+        """Everything takes so many times as long."""
+        names = ("seconds", "compute", "communication", "exposed", "host", "optimizer")
+        spans = [replace(span, start=factor * span.start, end=factor * span.end) for span in self.spans]
+        times = {name: factor * getattr(self, name) for name in names}
+        return replace(self, mfu=self.mfu / factor, spans=(*spans,), **times)
+
 
 @checked()
 def schedule(
@@ -76,9 +83,9 @@ def schedule(
     """Predict how long a step takes.
 
     Args:
-        events: of a step with one micro-batch, see ``WorldFacts``.
+        events: of a step with one micro-batch, see ``WorldFacts``; or with two, if earlier ones differ from the last.
         device, network: the hardware.
-        num_batches: micro-batches of a step, whose gradients are reduced each.
+        num_batches: micro-batches of a step.
         is_offloaded: parameters, gradients and optimizer state are in host memory.
         is_compiled: blocks are compiled: operations that are no products move fewer bytes.
         keeps_spans: note everything that takes time.
@@ -90,14 +97,17 @@ def schedule(
         ValueError: the device does not say how fast products in some dtype are.
     """
     clock = (_Streams if device.overlaps else _Core)(device, network, is_offloaded, is_compiled, keeps_spans)
-    start = next((i for i, event in enumerate(events) if getattr(event, "phase", None) == STEP), len(events))
-    for _ in range(num_batches):
-        for event in events[:start]:
+    phases = [getattr(event, "phase", "") for event in events]
+    start = phases.index(STEP) if STEP in phases else len(events)
+    backward = phases.index(BACKWARD) if BACKWARD in phases else start
+    last = next((i for i in range(backward, start) if phases[i] == FORWARD), 0)  # the second micro-batch begins
+    for number in range(num_batches, 0, -1):
+        for event in events[:start] if not last else events[last:start] if number == 1 else events[:last]:
             clock.take(event)
-    backward = clock.finish()
+    begun = clock.finish()
     for event in events[start:]:
         clock.take(event)
-    return clock.result(backward)
+    return clock.result(begun)
 
 
 class _Clock:
@@ -120,10 +130,8 @@ class _Clock:
             self._operation(event, self._is_compiled and event.phase != STEP)
         elif isinstance(event, Issue):
             self._issue(event)
-        elif isinstance(event, Wait):
-            self._wait(event.number)
         else:
-            self._allocated(event)
+            self._wait(event.number)
 
     def finish(self) -> float:
         """Wait for everything. Returns the time."""
@@ -140,8 +148,6 @@ class _Clock:
     def _wait(self, number: int) -> None:
         self._wait_until(self._ends.pop(number, 0.0))
 
-    def _allocated(self, event: Allocated) -> None: ...
-
     def _wait_until(self, end: float) -> None:
         if end > self._now:
             self._exposed += end - self._now
@@ -157,7 +163,8 @@ class _Clock:
             self._spans.append(Span(lane, name, start, end))
         return end
 
-    def result(self, backward: float) -> Schedule:
+    def result(self, optimizer: float) -> Schedule:
+        """The times of a step whose optimizer began then."""
         seconds = self.finish()
         return Schedule(
             seconds=seconds,
@@ -165,7 +172,7 @@ class _Clock:
             communication=self._communication,
             exposed=self._exposed,
             host=self._host,
-            optimizer=seconds - backward,
+            optimizer=seconds - optimizer,
             flops=self._flops,
             mfu=self._peak_seconds / seconds if seconds else 0.0,
             spans=tuple(self._spans),
@@ -191,6 +198,9 @@ class _Streams(_Clock):
             seconds = self._device.seconds(event, is_compiled)
             self._host += self._device.host_seconds(is_compiled)
             start = max(self._now, self._host)
+            busy, factor = max(self._queues.values(), default=0.0) - start, self._device.beside
+            if busy > 0.0:
+                seconds = min(seconds * factor, seconds + busy * (1 - 1 / factor))
         self._compute += seconds
         self._now = self._note(COMPUTE, event.name, start, start + seconds)
 
@@ -255,7 +265,3 @@ class _Core(_Clock):
         travels = self._network.seconds(event.kind, event.nbytes, event.ranks, event.sent)
         self._sent = max(self._sent, self._now) + travels
         self._ends[event.number] = self._sent
-
-    def _allocated(self, event: Allocated) -> None:
-        if event.nbytes >= self._device.fresh_from:
-            self._now += self._device.fresh * event.nbytes

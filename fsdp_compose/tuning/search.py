@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from .._arguments import checked, size_of
 from ..errors import MisuseError
-from ..extension import STRATEGIES, Kept, MixedPrecisionPolicy, states_to_run
+from ..extension import STRATEGIES, Kept, MixedPrecisionPolicy, no_sync, states_to_run
 from ..inspect import (
     ACTIVATIONS,
     ADAMW,
@@ -30,14 +30,13 @@ from ..inspect import (
     of_parameters,
     simulate,
 )
-from .answer import Rejected, Result, Tuning, predict
+from .answer import Rejected, Result, Tuning, in_order, predict
 from .hardware import Hardware, hardware_of
 from .setting import CHECKPOINTED, NONE, Setting, apply_setting, code_of, large_children
 
-MARGIN = 0.9
-"""How much of the memory may be used: allocators round, and cut it into pieces."""
 _NUM_REFINED = 3  # the best settings of the first round, whose groups the second round changes
 _MOST_BLOCKS_PER_GROUP = 4
+_MOST_SEQUENCES = 4096  # of a rank, in the search for the largest batch that fits
 _ON_HOST = (PARAMETERS, GRADIENTS, OPTIMIZER)  # kinds of memory that offloading keeps there
 
 
@@ -51,11 +50,14 @@ def tune(
     max_memory: int | str | None = None,
     wrap: Sequence[str] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    batch: int | None = None,
+    batch: int | Sequence[int] | None = None,
     seq: int | None = None,
     optimizer: MakeOptimizer | None = ADAMW,
     optimizer_of: OptimizerOf | None = None,
     is_compiled: bool = False,
+    accumulates: bool = False,
+    measured: float | None = None,
+    node_bandwidth: float | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Tuning:
     """Find the settings with which a training step of this model takes least time on these machines.
@@ -74,10 +76,16 @@ def tune(
         hardware: the name of a preset (``a100``, ``h100``, ``h200``, ``b200``, ``mi300x``), a file that ``calibrate``
             has written, or an object.
         node_size: ranks in a node; default: the hardware's.
-        max_memory: bytes of a rank, or ``"80GB"``; default: the hardware's. A tenth is left free.
+        max_memory: bytes of a rank, or ``"80GB"``; default: the hardware's. What allocators and libraries reserve is
+            left free.
         wrap, mp_policy, batch, seq, optimizer, optimizer_of: as for ``plan``. ``batch`` is what a rank trains in a
-            step, in one or several micro-batches.
+            step, in one or several micro-batches. Of several, and of the largest that fits, the time of a sequence is
+            compared.
         is_compiled: the blocks will be compiled (``Block.compile()``).
+        accumulates: micro-batches but the last are under ``no_sync``, see ``plan``.
+        measured: seconds of a step of the default setting (``fully_shard`` on each block and on the model, with the
+            first batch) on the real machine. All times are predicted relative to it.
+        node_bandwidth: bytes a second between two nodes, of all cards together; default: the hardware's.
         note: called with a line of text about the progress.
 
     Returns:
@@ -90,19 +98,23 @@ def tune(
     """
     machine = hardware_of(hardware) if isinstance(hardware, str) else hardware
     memory = machine.device.capacity if max_memory is None else size_of(max_memory, "tune(max_memory={})")
-    if min(1 if number is None else number for number in (world_size, node_size, batch)) < 1:
+    batches = [batch] if batch is None or isinstance(batch, int) else [*batch]
+    if not batches or min(1 if number is None else number for number in (world_size, node_size, *batches)) < 1:
         raise MisuseError(f"tune(world_size={world_size}, node_size={node_size}, batch={batch}): expected at least 1")
+    if min(1.0 if number is None else number for number in (measured, node_bandwidth)) <= 0:
+        raise MisuseError(f"tune(measured={measured}, node_bandwidth={node_bandwidth}): expected more than 0")
     if not memory:
         raise MisuseError(f"tune(): {machine.device.name} does not say how much memory it has: give max_memory")
-    if node_size is not None and node_size < world_size:
-        machine = replace(machine, network=machine.network.with_node(node_size))
+    if (node_size is not None and node_size < world_size) or node_bandwidth is not None:
+        machine = replace(machine, network=machine.network.with_node(node_size, node_bandwidth))
     _check_network(machine, world_size)
     make = optimizer_of
     if make is None and optimizer is not None:
         make = partial(of_parameters, optimizer)
-    model = _Model(factory, wrap, mp_policy, batch, seq)
-    search = _Search(model, make, world_size, machine, int(MARGIN * memory), is_compiled, note or (lambda _: None))
-    return search.run(memory)
+    model = _Model(factory, wrap, mp_policy, batches[0], seq)
+    search = _Search(model, make, world_size, machine, memory, is_compiled, accumulates, note or (lambda _: None))
+    several = [number for number in batches if number is not None] if len(batches) > 1 else [model.batch or 0]
+    return search.run(several, measured)
 
 
 def _check_network(machine: Hardware, world_size: int) -> None:
@@ -179,45 +191,52 @@ class _Search:
         make_optimizer: OptimizerOf | None,
         world_size: int,
         hardware: Hardware,
-        limit: int,
+        memory: int,
         is_compiled: bool,
+        accumulates: bool,
         note: Callable[[str], None],
     ) -> None:
-        self._model, self._make_optimizer, self._world_size, self._limit = model, make_optimizer, world_size, limit
-        self._hardware, self._is_compiled, self._note = hardware, is_compiled, note
+        self._model, self._make_optimizer, self._world_size, self._memory = model, make_optimizer, world_size, memory
+        self._hardware, self._is_compiled, self._accumulates, self._note = hardware, is_compiled, accumulates, note
         self._node = min(hardware.network.levels[0].ranks or world_size, world_size)
         self._found: dict[Setting, Result] = {}
         self._rejected: dict[Setting, str] = {}
         # By what is recomputed, bytes for each sequence; for all, if it is not known how many there are.
         self._activations: dict[str, float] = {}
-        self._num_runs = 0
+        self._num_runs, self._factor = 0, 1.0
 
-    def run(self, memory: int) -> Tuning:
-        batch = self._model.batch or 0
-        default = Setting("zero3", (self._world_size,), batch=batch)
+    def run(self, batches: Sequence[int], measured: float | None) -> Tuning:
+        default = Setting("zero3", (self._world_size,), batch=batches[0])
         first = self._dry_run(default)
+        if measured is not None:
+            self._factor = measured / self._result(default, first).times.seconds
         plain = self._result(default, first)
-        for strategy in self._strategies():
-            for setting in self._first_round(replace(strategy, batch=batch)):
-                self._try(setting, default, first)
+        for batch in batches:
+            for strategy in self._strategies():
+                for setting in self._first_round(replace(strategy, batch=batch), len(batches) == 1):
+                    self._try(setting, default, first)
         if not self._found:
-            for setting in self._first_round(replace(default, is_offloaded=True)):
+            for setting in self._first_round(replace(default, is_offloaded=True), True):
                 self._try(setting, default, first)
+        if len(batches) > 1 and self._found:
+            self._try_larger_batches(max(batches), default, first)
         for result in self._ranked()[:_NUM_REFINED]:
             for setting in self._other_groups(result.setting):
                 self._try(setting, default, first)
-        ranked = self._ranked()
         return Tuning(
             model=first.facts.layout.name,
             world_size=self._world_size,
             node_size=self._node,
-            max_memory=memory,
+            max_memory=self._memory,
             hardware=self._hardware,
             is_compiled=self._is_compiled,
-            results=tuple(ranked),
+            num_groups=len(first.facts.layout.groups),
+            results=tuple(in_order(self._ranked(), self._hardware, self._memory)),
             default=plain,
             rejected=tuple(Rejected(setting, why) for setting, why in self._rejected.items()),
             num_runs=self._num_runs,
+            measured=measured,
+            factor=self._factor,
         )
 
     # ---- What is tried
@@ -239,19 +258,32 @@ class _Search:
                 yield Setting("zero3", (world,), reshard_after_forward=node)
             shards *= 2
 
-    def _first_round(self, setting: Setting) -> Iterator[Setting]:
+    def _first_round(self, setting: Setting, splits_batch: bool) -> Iterator[Setting]:
         """For each micro-batch, from the largest, recompute no more than it takes to fit; stop where nothing has to be
         recomputed, since smaller ones only communicate more often."""
-        levels = CHECKPOINTED if self._model.num_blocks else (NONE,)
-        for num_batches in _splits_of(setting.batch):
+        for num_batches in _splits_of(setting.batch) if splits_batch else [1]:
             batch = setting.batch // num_batches
-            for checkpointed in levels:
+            accumulates = self._accumulates and num_batches > 1
+            for checkpointed in self._levels():
                 tried = replace(setting, batch=batch, num_batches=num_batches, checkpointed=checkpointed)
-                yield tried
+                yield (tried := replace(tried, no_sync=accumulates))
                 if tried in self._found:
                     if checkpointed == NONE:
                         return
                     break
+
+    def _levels(self) -> Sequence[str]:
+        return CHECKPOINTED if self._model.num_blocks else (NONE,)
+
+    def _try_larger_batches(self, batch: int, default: Setting, first: _Run) -> None:
+        """Double the batch of the best setting while it fits, however much is recomputed."""
+        best = self._ranked()[0].setting
+        while (batch := 2 * batch) <= _MOST_SEQUENCES:
+            tried = [replace(best, batch=batch, checkpointed=checkpointed) for checkpointed in self._levels()]
+            for setting in tried:
+                self._try(setting, default, first)
+            if not any(setting in self._found for setting in tried):
+                return
 
     def _other_groups(self, setting: Setting) -> Iterator[Setting]:
         per_group = 2
@@ -268,7 +300,7 @@ class _Search:
             return
         state = self._state(setting, first)
         activations = self._activations.get(setting.checkpointed, 0.0) * (setting.batch or 1)
-        if state + activations > self._limit:
+        if self._needed(setting, int(state + activations)) > self._memory:
             more = f", activations {bytes_of(int(activations))}" if activations else ""
             self._rejected[setting] = f"parameters, gradients and optimizer state take {bytes_of(state)}{more}"
             return
@@ -277,10 +309,15 @@ class _Search:
         except Exception as error:  # what the model allows by default, another setting may not
             self._rejected[setting] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return
-        if result.peak > self._limit:
-            self._rejected[setting] = f"the peak is {bytes_of(result.peak)}"
+        if result.needed > self._memory:
+            self._rejected[setting] = (
+                f"the peak is {bytes_of(result.peak)}, with what is reserved {bytes_of(result.needed)}"
+            )
         else:
             self._found[setting] = result
+
+    def _needed(self, setting: Setting, peak: int) -> int:
+        return peak + sum(self._hardware.device.reserved(peak, _num_networks(setting)).values())
 
     def _state(self, setting: Setting, first: _Run) -> int:
         """Bytes of parameters, gradients and optimizer state on the device, from those of the default setting, in which
@@ -306,6 +343,7 @@ class _Search:
             self._make_optimizer,
             self._world_size,
             lambda line: self._note(f"run {self._num_runs}, {setting}: {line}"),
+            no_sync if setting.no_sync else None,
         )
         kept = max(moment.bytes_by_kind[GRADIENTS] for moment in found.moments)
         peak = 0
@@ -313,7 +351,7 @@ class _Search:
             nbytes = moment.nbytes
             if setting.is_offloaded:
                 nbytes -= sum(moment.bytes_by_kind[kind] for kind in _ON_HOST)
-            elif setting.num_batches > 1:  # gradients of earlier micro-batches
+            elif setting.num_batches > 1 and not setting.no_sync:  # gradients of earlier micro-batches
                 nbytes += kept - moment.bytes_by_kind[GRADIENTS]
             peak = max(peak, nbytes)
         activations = max(moment.bytes_by_kind[ACTIVATIONS] for moment in found.moments)
@@ -322,12 +360,19 @@ class _Search:
         return _Run(found, peak)
 
     def _result(self, setting: Setting, run: _Run) -> Result:
-        events = run.facts.events
-        times = predict(setting, events, self._hardware, self._is_compiled)
-        return Result(setting, run.peak, times, events, self._model.codes[setting])
+        events, slow = run.facts.events, replace(self._hardware, network=self._hardware.network.scaled(0.5))
+        times, on_half = (
+            predict(setting, events, hardware, self._is_compiled, self._factor) for hardware in (self._hardware, slow)
+        )
+        reserved = self._hardware.device.reserved(run.peak, _num_networks(setting))
+        return Result(setting, run.peak, reserved, times, on_half.seconds, events, self._model.codes[setting])
 
     def _ranked(self) -> list[Result]:
-        return sorted(self._found.values(), key=lambda result: result.times.seconds)
+        return sorted(self._found.values(), key=lambda result: result.per_sequence)
+
+
+def _num_networks(setting: Setting) -> int:
+    return sum(size > 1 for size in setting.mesh)
 
 
 def _splits_of(batch: int) -> list[int]:

@@ -34,6 +34,7 @@ class Setting:
         is_offloaded: parameters, gradients and optimizer state are in host memory.
         batch: sequences of a micro-batch of a rank; 0: what the factory makes.
         num_batches: micro-batches of a step.
+        no_sync: only the last of them reduces gradients.
     """
 
     strategy: str
@@ -45,6 +46,7 @@ class Setting:
     is_offloaded: bool = False
     batch: int = 0
     num_batches: int = 1
+    no_sync: bool = False
 
     def __str__(self) -> str:
         parts = [self.strategy if len(self.mesh) == 1 else f"{self.strategy} {'x'.join(map(str, self.mesh))}"]
@@ -176,7 +178,8 @@ def code_of(
         lines.append(f"    fully_shard(block, {inner})")
     lines.append("fully_shard(model, **options)")
     if setting.num_batches > 1:
-        lines.append(f"# and in a step {setting.num_batches} micro-batches of {setting.batch} sequences")
+        how = ", all but the last under no_sync(model)" if setting.no_sync else ""
+        lines.append(f"# and in a step {setting.num_batches} micro-batches of {setting.batch} sequences{how}")
     imports.append("from torch.distributed.device_mesh import init_device_mesh")
     imports.sort(key=lambda line: line.startswith("from"))
     imports.append(f"from fsdp_compose import {', '.join(sorted(ours))}")

@@ -31,7 +31,6 @@ class Workload:
         attentions: shapes (batch, heads, tokens, width) of the queries of causal attentions.
         tensor_bytes: sizes of the tensors of element-wise operations, at least 1 KiB.
         collective_bytes: sizes of the whole tensors of collectives.
-        new_bytes: a size of new memory, above ``Device.fresh_from``.
         seconds: things are repeated for about so long in each round.
     """
 
@@ -41,7 +40,6 @@ class Workload:
     attentions: Sequence[tuple[int, int, int, int]] = ((4, 4, 128, 64), (2, 8, 128, 64), (1, 8, 512, 64))
     tensor_bytes: Sequence[int] = (1 << 12, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
     collective_bytes: Sequence[int] = (1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
-    new_bytes: int = 1 << 26
     seconds: float = 0.01
 
 
@@ -55,7 +53,7 @@ GPU_WORKLOAD = Workload(
 )
 
 TINY, NUM_TINY = "tiny operations", 100
-FRESH, KEPT = "new memory", "kept memory"
+BESIDE, NUM_PRODUCTS, NUM_GATHERS = "products beside all-gathers", 40, 8
 STEP_ALONE, STEP_SHARDED = "step of a tiny model", "step of a tiny sharded model"
 
 
@@ -67,7 +65,7 @@ class Action:
         name: of the operation or the collective, or one of the names above.
         run: does it.
         operation: what it is, if it is one operation.
-        nbytes: of a collective's whole tensor; of memory that is filled.
+        nbytes: of a collective's whole tensor.
         repeats: how often it is done for one measurement.
     """
 
@@ -92,15 +90,14 @@ def actions_of(work: Workload, dtypes: Sequence[torch.dtype], device: torch.devi
         yield from _element_wise(*(random_of(nbytes // 1024, 256) for _ in range(3)))
     tiny = random_of(8), random_of(8)
     yield Action(TINY, lambda: [torch.add(*tiny) for _ in range(NUM_TINY)])
-    if device.type == "cpu":
-        kept = torch.empty(work.new_bytes // 4)
-        yield Action(FRESH, lambda: torch.empty_like(kept).fill_(1.0), nbytes=kept.nbytes)
-        yield Action(KEPT, lambda: kept.fill_(1.0), nbytes=kept.nbytes)
     yield Action(STEP_ALONE, _step_of(tiny_model, device))
     yield Action(STEP_SHARDED, _step_of(tiny_sharded_model, device))
     if dist.get_world_size() > 1:
         for nbytes in work.collective_bytes:
             yield from _collectives(nbytes, device)
+        if device.type == "cuda":
+            (m, k, n), nbytes = work.products[-1], work.collective_bytes[-1]
+            yield _beside(random_of(m, k, dtype=dtypes[-1]), random_of(k, n, dtype=dtypes[-1]), nbytes, device)
 
 
 def _keep_freed_memory() -> None:
@@ -183,6 +180,24 @@ def _collectives(nbytes: int, device: torch.device) -> Iterator[Action]:
         (ALL_REDUCE, lambda: transport.all_reduce(whole, True, label).wait()),
     ):
         yield Action(name, run, nbytes=whole.nbytes)
+
+
+def _beside(a: torch.Tensor, b: torch.Tensor, nbytes: int, device: torch.device) -> Action:
+    """Products that take longer than the all-gathers that run at the same time."""
+    group, world_size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None, "there is a process group"
+    transport, label = transport_of(group, device), Label(["flat"])
+    shard = torch.zeros(max(1, nbytes // 4 // world_size), device=device)
+    whole = torch.zeros(shard.numel() * world_size, device=device)
+
+    def run() -> None:
+        works = [transport.all_gather(whole, shard, label) for _ in range(NUM_GATHERS)]
+        for _ in range(NUM_PRODUCTS):
+            torch.mm(a, b)
+        for work in works:
+            work.wait()
+
+    return Action(BESIDE, run, nbytes=whole.nbytes)
 
 
 # ---- The tiny model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_compose import MisuseError
-from fsdp_compose.inspect import Allocated, Issue, Operation, Wait
+from fsdp_compose.inspect import Issue, Operation, Wait
 from fsdp_compose.tuning import Curve, Device, Level, Network, schedule
 
 TERA = 1e12
@@ -173,10 +173,23 @@ def test_on_a_cpu_bytes_travel_beside():
     assert seconds_of(gather, product(1), Wait(0), device=CPU, network=slow) == pytest.approx(2.5)
 
 
-def test_new_memory_of_a_cpu_takes_time_if_it_is_large():
-    device = Device("cpu", "", {"float32": TERA}, (TERA, TERA), 1e9, overlaps=False, fresh=1e-3, fresh_from=100)
-    assert seconds_of(Allocated(99), device=device) == 0
-    assert seconds_of(Allocated(1000), device=device) == pytest.approx(1)
+def test_operations_are_slower_while_a_collective_runs():
+    device = replace(GPU, beside=1.5)
+    assert seconds_of(collective(0, 9), product(2), Wait(0), device=device) == pytest.approx(9)
+    found = schedule((collective(0, 3), product(4), Wait(0), product(1)), device, WIRE)
+    assert found.seconds == pytest.approx(
+        3 + (4 - 3 / 1.5) + 1
+    )  # in the 3 s of the collective, two thirds of 3 are done
+    assert found.exposed == 0
+
+
+def test_micro_batches_before_the_last_one_may_differ():
+    events = (
+        product(2), product(1, "backward"), product(2), product(1, "backward"), collective(0, 1, "reduce-scatter"),
+        Wait(0), elementwise(4, "optimizer"),
+    )  # fmt: skip
+    assert seconds_of(*events, num_batches=2) == pytest.approx(3 + 4 + 4)
+    assert seconds_of(*events, num_batches=5) == pytest.approx(4 * 3 + 4 + 4)
 
 
 def test_spans_are_what_takes_time():

@@ -7,10 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import register_flop_formula
 
 from fsdp_compose import plan
-from fsdp_compose.inspect import Allocated, Issue, Operation, Wait, operation_of
+from fsdp_compose.inspect import Issue, Operation, Wait, operation_of
 from tests.inspect.test_plan import Block, Net
 
 
@@ -94,18 +96,66 @@ def test_bytes_are_those_of_arguments_and_results():
     assert (times.nbytes, times.dtype, times.flops) == (2 * 8 * 4 * 4, torch.float32, 0)
 
 
-def test_new_memory_is_noted():
-    events = events_of(Net, batch=2, seq=16)
-    logits = TOKENS * 128 * 4
-    assert Allocated(logits) in events
+@torch.library.custom_op("tests_of_events::mixed", mutates_args=())
+def mixed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(query)
 
 
-def test_unsharded_parameters_that_use_memory_in_turn_are_no_new_memory():
-    """Groups exchange their memory: a step in which nothing is freed in between needs it once."""
-    found = plan(Net, 2, batch=2, seq=16, reshard_after_forward=True).worlds[0]
-    whole = max(item.nbytes for item in found.collectives if item.group == "blocks.0")
-    num_gathers = sum(item.kind == "all-gather" for item in found.collectives)
-    assert 0 < sum(event == Allocated(whole) for event in found.events) < num_gathers
+mixed.register_fake(lambda query, key, value: torch.empty_like(query))
+
+
+@torch.library.custom_op("tests_of_events::flash_attn_forward", mutates_args=())
+def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+flash.register_fake(lambda query, key, value, causal: torch.empty_like(query))
+
+
+def operations_of(run):
+    def factory():
+        return torch.nn.Linear(4, 4), lambda model: model(torch.zeros(4)).sum() + 0 * run().sum()
+
+    return [event for event in events_of(factory, 1) if isinstance(event, Operation) and "::" in event.name]
+
+
+def test_an_operator_without_a_formula_says_what_it_may_hide():
+    (found,) = operations_of(lambda: mixed(*(torch.zeros(2, 8, 16, 4) for _ in range(3))))
+    assert (found.name, found.flops, found.hidden) == ("tests_of_events::mixed", 0.0, 4.0 * 2 * 8 * 16 * 4 * 16)
+
+
+def test_an_attention_is_known_by_its_name_and_has_heads_behind_tokens():
+    query, key = torch.zeros(2, 16, 8, 4), torch.zeros(2, 32, 8, 4)  # sequences, tokens, heads, width
+    full, causal = operations_of(lambda: flash(query, key, key, False) + flash(query, key, key, True))
+    assert full.is_attention and full.hidden == 0.0
+    assert full.flops == 2 * causal.flops == 2.0 * (2 * 8 * 16 * 32) * (4 + 4)
+
+
+def test_a_formula_that_was_registered_counts():
+    @torch.library.custom_op("tests_of_events::known", mutates_args=())
+    def known(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    known.register_fake(torch.empty_like)
+    register_flop_formula(torch.ops.tests_of_events.known)(lambda shape, *args, **kwargs: 7 * shape.numel())
+    (found,) = operations_of(lambda: known(torch.zeros(5)))
+    assert (found.flops, found.hidden) == (35.0, 0.0)
+
+
+def test_flex_attention_is_an_attention():
+    class Flexible(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(32, 96)
+
+        def forward(self, x):
+            parts = [part.view(2, 8, 2, 16).transpose(1, 2) for part in self.linear(x).chunk(3, -1)]
+            return flex_attention(*parts, score_mod=lambda score, *_: score + 1)
+
+    events = events_of(lambda: (Flexible(), lambda model: model(torch.zeros(2, 8, 32)).sum()))
+    product = 2 * 2 * 2 * 8 * 8 * 16
+    assert flops_of(events, "forward", is_attention=True) == 2 * product
+    assert flops_of(events, "backward", is_attention=True) == 5 * product
 
 
 def test_integers_become_floats_of_the_default_dtype_of_the_moment():

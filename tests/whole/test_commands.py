@@ -251,8 +251,18 @@ def plans(command: str, tmp_path: Path) -> None:
     ((code, said),) = harness.run_forked(1, tmp_path, run_plan, str(tmp_path), arguments, timeout=120)
     assert code == 0, said
     assert "ranks" in said and "MiB" in said
+    place = ROOT / documented()[command]
+    _, _, below = re.sub(r" \\\n +", " ", place.read_text()).partition(f"{command}\n```\n")
+    for part in (text_block(below) or "").split("...\n"):
+        assert part in f"{said}\n", f"{place}: {command} prints no such figures:\n{part}\nbut\n{said}"
     for i, option in enumerate(arguments):
         assert option != "--plot" or (tmp_path / arguments[i + 1]).stat().st_size > 1000
+
+
+def text_block(below: str) -> str | None:
+    """The next block of text, if no other block comes first."""
+    found = re.search(r"^```(\w+)\n(.*?)^```$", below, re.MULTILINE | re.DOTALL)
+    return found[2] if found and found[1] == "text" else None
 
 
 def run_plan(_rank: int, folder: str, arguments: list[str]) -> None:
