@@ -72,6 +72,7 @@ ALLOWED = {
     "_fsdp_use_orig_params": "what Dynamo reads on a managed module",
     "_get_layout": "a function that pickles of torch's checkpoint metadata name; a format",
     "_is_fsdp_managed_module": "what Dynamo reads on a managed module",
+    "_mesh_axis": "of spmd_types, where torch's own FSDP2 calls it: no name of torch",
     "_is_param": "what makes a tensor subclass an nn.Parameter",
     "_exit": "of os: no name of torch",
     "_like": "no name: how names of operators end",
