@@ -1,7 +1,7 @@
 """``async_save``: a checkpoint that is written while training goes on.
 
-Ranks plan and agree as in ``save``, copy their shards into memory that a process of their own shares (``writer``), and
-return. The process writes, with everything that ``save`` promises of a folder; no collective follows.
+Ranks plan and agree as in ``save``. Each copies its shards into memory that it shares with a process of its own, the
+writer (``writer.py``), and returns. Writers keep all promises of ``save`` about the folder, without a collective.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .writer import (
 )
 
 _ALIGNMENT = 64  # bytes
-_MARGIN = 10.0  # seconds that a writer has to say that its time, or that of another one, is over
+_MARGIN = 10.0  # seconds beyond the timeout, in which a writer reports that it, or another one, was too late
 
 
 class SaveFuture(Future[Path]):
@@ -62,7 +62,7 @@ class SaveFuture(Future[Path]):
     same text on every rank."""
 
     is_heard = False
-    """Whether somebody has asked: else the next save raises it, or the end of the process."""
+    """Whether a caller has seen the outcome. Otherwise the next save, or the end of the process, raises the error."""
 
     def result(self, timeout: float | None = None) -> Path:
         self.is_heard |= self.done()
@@ -106,7 +106,7 @@ class Saver:
     ) -> None:
         self._group, self._timeout = process_group, timeout.total_seconds()
         self._staging, self._kept, self._underway = _Staging(staging), _Kept(), _Underway()
-        weakref.finalize(self, self._underway.end)  # at exit too: what is under way is waited for
+        weakref.finalize(self, self._underway.end)  # also at exit, which so waits for a save under way
         self._underway.running()
         if state_dict is not None:
             planner = _Planner()
@@ -118,8 +118,8 @@ class Saver:
         """Begin a save, and return when this rank's part of the state is copied: training may change it then. Arguments
         and promises are those of ``checkpoint.save``.
 
-        A trainer that dies afterwards does not lose the save. A save that fails is one error on every rank: of the
-        future, or if nobody has asked that, of the next call, which then saves nothing, or when the process exits.
+        The save goes on if the trainer dies afterwards. A failed save is the same error on every rank. The future
+        raises it; if no caller asks the future, the next call raises it and saves nothing, or the end of the process.
 
         Args:
             state_dict, folder: as for ``checkpoint.save``.
@@ -133,7 +133,7 @@ class Saver:
 
     @property
     def pid(self) -> int:
-        """The process that writes; it is started if there is none."""
+        """The number of the process that writes, which is started if there is none."""
         return self._underway.running().pid
 
     @property
@@ -142,7 +142,7 @@ class Saver:
         return self._staging.nbytes
 
     def close(self) -> None:
-        """Wait for the save that is under way, and end the process. Raises its error, if nobody has heard of it."""
+        """Wait for the save that is under way, and end the process. Raise the save's error if no caller has seen it."""
         self._underway.end()
         self._staging, self._kept = _Staging(self._staging.folder), _Kept()
 
@@ -183,8 +183,8 @@ class Saver:
     def _copy(
         self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None, waiting: contextlib.ExitStack
     ) -> _Copied:
-        """Copy this rank's part of the state, hold the lock that the writer will hold, and start the thread that sends
-        the part when all ranks have copied theirs."""
+        """Copy this rank's part of the state, take the lock that the writer will hold, and start the thread that sends
+        the part to the writer when all ranks have copied theirs."""
         kept = self._kept
         assert kept.plan is not None
         data = [planner.resolve_data(item) for item in kept.plan.items]
@@ -197,14 +197,15 @@ class Saver:
         request = Request(begun.folder, begun.token, rank, size, kept.layout, *about)
         lock = os.fdopen(hold_lock(meeting_of(begun.folder, begun.token) / f"{rank}.lock"), "wb", buffering=0)
         copied = _Copied(request, self._underway.running(), lock)
-        # Nothing interrupts a thread, as Ctrl-C and handlers of signals do this one; if there is none, all ranks raise.
+        # On a thread, because Ctrl-C and handlers of signals interrupt the main thread alone. If none can be started,
+        # all ranks raise.
         waiting.callback(copied.go.put, None)
         threading.Thread(target=self._write, args=(copied,), daemon=True).start()
         return copied
 
     def _write(self, copied: _Copied) -> None:
         """Send this rank's part to the writer, once all ranks have copied theirs, and wait for the outcome."""
-        # The thread holds this object too: its memory is being read.
+        # The thread refers to this object, so that its memory lives as long as the writer reads it.
         request, future = copied.request, copied.future
 
         def answer(outcome: Outcome) -> None:
@@ -215,7 +216,7 @@ class Saver:
                 future.set_exception(error)
 
         try:
-            with copied.lock:  # until the writer has it
+            with copied.lock:  # held here until the writer holds it
                 if copied.go.get() is None:
                     raise MisuseRuntimeError(f"the call that should save {request.folder} was interrupted: save again")
                 meeting = Meeting(request.folder, request.token, request.rank, request.size, request.timeout)
@@ -227,7 +228,7 @@ class Saver:
                     meeting.go_on_without_writer(is_late, answer)
                 else:
                     answer(outcome)
-        except Exception as error:  # also: another job has replaced this save already
+        except Exception as error:  # for example, another job has replaced this save
             answer(outcome_of(error))
         finally:
             copied.is_sent.set()
@@ -256,7 +257,7 @@ def async_save(
         A future whose ``result()`` is the folder, or raises the error of the save, the same on every rank.
 
     Raises:
-        RuntimeError: on every rank: as for ``save``; the last save has failed, and nobody has asked its future; or
+        RuntimeError: on every rank: as for ``save``; the last save has failed, and no caller has asked its future; or
             there is no room for the copy.
 
     Example::
@@ -285,12 +286,12 @@ class _Planner(SavePlanner):
 
 @dataclass
 class _Kept:
-    """A plan, as long as names, shapes and placements are the same.
+    """The plan of the last save, which is used again while names, shapes and placements stay the same.
 
     Attributes:
         signature: what the plan depends on.
-        metadata: on the first rank.
-        layout: of the last copy.
+        metadata: that of the checkpoint, on the first rank.
+        layout: that of the last copy.
     """
 
     signature: list[Any] | None = None
@@ -301,8 +302,8 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Copied:
-    """A rank's part of a state, copied. The thread that sends it waits for ``go``, which gets ``None`` at the end of
-    the call at the latest, and the call for ``is_sent``."""
+    """A rank's part of a state, copied. The thread that sends it waits for ``go``; at the end of an interrupted call it
+    gets ``None``. The call waits for ``is_sent``."""
 
     request: Request
     writer: _Process
@@ -396,7 +397,7 @@ class _Staging:
 
     def __init__(self, folder: str | Path | None) -> None:
         self.folder, self.nbytes, self.descriptor = folder, 0, -1
-        self.number = 0  # of the memory, which is another one when there was to be more
+        self.number = 0  # counts memories: a larger state needs another one
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
 
@@ -405,7 +406,7 @@ class _Staging:
             self._release()
 
     def reserve(self, nbytes: int, pinned: bool) -> None:
-        """Have room for so many bytes."""
+        """Make room for so many bytes."""
         if nbytes <= self.nbytes and pinned <= self._is_pinned:
             return
         self._release()  # before there is another: one copy of the state, not two
@@ -413,13 +414,13 @@ class _Staging:
         try:
             self._refuse_too_much(nbytes)
             os.ftruncate(self.descriptor, nbytes)
-            if nbytes and hasattr(os, "posix_fallocate"):  # else no room would be a crash while copying
+            if nbytes and hasattr(os, "posix_fallocate"):  # otherwise a lack of room would crash the copy
                 os.posix_fallocate(self.descriptor, 0, nbytes)
             self.memory = map_memory(self.descriptor, nbytes)
         except OSError as error:
             self._release()
             raise self._no_room(nbytes, str(error)) from error
-        self.nbytes, self.number = nbytes, self.number + 1  # who is interrupted before has no room, and makes another
+        self.nbytes, self.number = nbytes, self.number + 1  # last: an interrupted call must not count as room
         if pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0))
             self._is_pinned = True
@@ -533,13 +534,13 @@ class _Process:
         """Send a request, with the layout and the memory if the writer has others."""
         told = replace(request, layout=None) if self.layout is request.layout else request
         memory = [staging.descriptor] if staging.number != self.memory else []
-        with contextlib.suppress(ConnectionError):  # it has died, which whoever waits finds
+        with contextlib.suppress(ConnectionError):  # it has died: ``outcome`` reports that
             send(self.channel, told, [lock, *memory])
         self.layout, self.memory = request.layout, staging.number
 
     def outcome(self, timeout: float) -> tuple[Outcome | None, bool]:
-        """Wait for the writer's answer; ``None`` if it has died, or has not answered in time and is ended. Also return
-        whether that was so."""
+        """Wait for the writer's answer. Return it, or ``None`` if the writer has died or was too late, which ends it;
+        and whether it was too late."""
         self.channel.settimeout(timeout)
         answer, is_late = None, False
         try:
@@ -554,17 +555,17 @@ class _Process:
         return answer[0], False
 
     def end(self) -> None:
-        """Let it end. At most it has to delete what a save has left."""
+        """Let the writer end. What it may still have to do is to delete the leftovers of a save."""
         self.channel.close()
         try:
             self._process.wait(_MARGIN)
-        except subprocess.TimeoutExpired:  # somebody has stopped it
+        except subprocess.TimeoutExpired:  # a signal has stopped it
             self._process.kill()
             self._process.wait()
 
 
 class _Underway:
-    """The writer of a ``Saver``, and the last save. It does not refer to the saver, since it ends with that."""
+    """The writer of a ``Saver``, and its last save. Holds no reference to the saver, whose end ends the writer."""
 
     def __init__(self) -> None:
         self.writer: _Process | None = None
@@ -577,7 +578,7 @@ class _Underway:
         return self.writer
 
     def finish(self, wait: bool) -> None:
-        """Wait until the last save has ended. Raises its error if nobody has heard of that."""
+        """Wait until the last save has ended. Raise its error if no caller has seen it."""
         future = self.future
         if future is None:
             return

@@ -1,23 +1,23 @@
 """The process that writes a rank's part of a checkpoint while training goes on (``background`` starts it), and how the
-writers of all ranks tell each other what became of it.
+writers of all ranks agree whether the checkpoint is complete.
 
-A writer has no process group, and training's hear nothing of it. Ranks meet in the folder that is being written::
+A writer has no process group, and sends nothing over those of training. Writers meet in the folder that they write::
 
     step-200.partial/
         save-3f2a.../
             __0_0.distcp  __1_0.distcp
         meet-3f2a.../
             0.lock  1.lock    held by the writers; the kernel lets go of the lock of one that dies
-            0.told  1.told    what a rank wrote, or why it could not
-            verdict           why the checkpoint was not completed, from the first rank
-            1.heard           read by this rank
+            0.told  1.told    a rank's report: what it wrote, or why it could not
+            verdict           the first rank's reason why the checkpoint was not completed
+            1.heard           left by rank 1 when it has read the verdict
 
-The first rank's writer waits until each rank has told, or has died. Then it renames the folder into place, or it leaves
-a verdict, and deletes everything once all have heard. The others wait until the folder has its name or there is a
-verdict. So the outcome is what the folder says, not what became of a process: a writer that dies
-after it has told leaves a complete checkpoint.
+The first rank's writer waits until each rank has reported or has died. If all is there, it renames the folder into
+place. Otherwise it leaves a verdict, and deletes everything when all ranks have read that. The other writers wait for
+the renaming or the verdict. So the folder decides the outcome, not the fate of a process: a writer that dies after its
+report leaves a complete checkpoint.
 
-File systems of several machines that know no locks have timeouts instead.
+Where a file system of several machines has no locks, only timeouts tell that a writer has died.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from .storage import FolderWriter, finish_save
 CALL = "async_save()"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 1.0  # seconds between looks; thousands of ranks may look at one file system
-_HEARING = 5.0  # seconds that a rank that waits for a verdict takes to read it, at most
-_PATIENCE = 30.0  # seconds after the timeout that ranks have to tell each other who was late
+_HEARING = 5.0  # seconds within which a rank that waits for a verdict reads it
+_PATIENCE = 30.0  # seconds beyond the timeout, in which ranks name the one that was late
 
 
 # ---- What is sent to a writer
@@ -90,8 +90,8 @@ class Layout:
 
     Attributes:
         plan: the items.
-        places: of each item, where it is in the staging memory; ``None``: it is sent, serialized.
-        metadata: of the checkpoint, on the first rank.
+        places: the place of each item in the staging memory; ``None`` for an item that is sent serialized.
+        metadata: that of the checkpoint, on the first rank.
     """
 
     plan: SavePlan
@@ -105,7 +105,7 @@ class Request:
 
     Attributes:
         folder, token: as in ``folders``.
-        layout: ``None``: that of the last request.
+        layout: ``None`` if it is that of the last request.
         values: the serialized items, by number.
         numbers: the paths of dicts with integer keys.
         nbytes: the size of the staging memory.
@@ -163,7 +163,7 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]] | None:
 
 
 class Meeting:
-    """The folder where the ranks of a save meet, as one rank sees it: the writer, or the trainer whose writer has died.
+    """The folder where the ranks of a save meet, as one rank's writer sees it, or its trainer if the writer has died.
 
     Args:
         timeout: in seconds.
@@ -185,11 +185,11 @@ class Meeting:
         self._first_lock.close()
 
     def tell(self, told: dict[str, Any]) -> None:
-        """Leave what this rank wrote, or its problem, for the first rank."""
+        """Leave this rank's report for the first rank: what it wrote, or its problem."""
         self._leave(f"{self.rank}.told", json.dumps(told))
 
     def judge(self, finish: Callable[[list[dict[str, Any]]], None], answer: Answer) -> None:
-        """On the first rank: wait for what all ranks tell. Complete the checkpoint with ``finish``, or refuse it."""
+        """On the first rank: wait for all reports. Complete the checkpoint with ``finish``, or refuse it."""
         try:
             outcome, told = self._hear_all()
             if outcome == COMPLETE:
@@ -197,7 +197,7 @@ class Meeting:
         except Exception as error:
             outcome = outcome_of(error)
         if outcome == COMPLETE:
-            # Not before: whoever sees neither a lock nor the checkpoint (``latest``) takes the save for dead.
+            # Not earlier: ``latest`` takes a save for dead if it finds neither a lock nor the checkpoint.
             end_meeting(self.folder, self.token)
             answer(COMPLETE)
         else:
@@ -205,12 +205,12 @@ class Meeting:
 
     def refuse(self, outcome: Outcome, answer: Answer) -> None:
         """On the first rank: leave a verdict, and delete everything once the others have read it."""
-        _delete_data(self.path, "")  # which may have filled the disk
+        _delete_data(self.path, "")  # it may have filled the disk, and the verdict needs room
         with contextlib.suppress(OSError):
             self._meeting.mkdir(exist_ok=True)
             self._leave("verdict", json.dumps(outcome))
         is_heard = self._wait_for_readers(_HEARING)
-        if not is_heard:  # by a rank that still writes
+        if not is_heard:  # some rank still writes
             answer(outcome)
             self._wait_for_readers(max(_HEARING, self._ends + _PATIENCE - time.monotonic()))
         abandon_folder(self.folder, self.token)
@@ -224,7 +224,7 @@ class Meeting:
             now = time.monotonic()
             if ended is None and is_held(self._first_lock.fileno()) is False:
                 ended = now
-            is_gone = not self.path.is_dir()  # looked at before what the first rank leaves
+            is_gone = not self.path.is_dir()  # asked first: the first rank leaves its verdict before it deletes
             if self.is_complete():
                 return COMPLETE
             verdict = self._verdict()
@@ -234,7 +234,7 @@ class Meeting:
                 return verdict
             if is_gone:
                 return outcome_of(lost_to_another(self.folder, files_gone(self.path)))
-            if ended is not None and now > ended + _HEARING:  # its trainer, who would leave a verdict, has died too
+            if ended is not None and now > ended + _HEARING:  # the trainer, which would leave a verdict, is dead too
                 return self._died(0)
             if now > self._ends + _PATIENCE:
                 return self._late(0)
@@ -242,7 +242,7 @@ class Meeting:
         raise AssertionError
 
     def go_on_without_writer(self, is_late: bool, answer: Answer) -> None:
-        """Find out what becomes of the save, for the trainer of a writer that has died, or was too late."""
+        """Find the outcome of the save, for a trainer whose writer has died or was too late."""
         if self.rank:
             answer(self.await_verdict())
         elif self.is_complete():
@@ -278,7 +278,7 @@ class Meeting:
         dead: set[int] = set()
         for pause in _pauses():
             for rank in sorted({*range(self.size)} - told.keys() - dead):
-                has_ended = not self._is_alive(rank)  # looked at before what it leaves
+                has_ended = not self._is_alive(rank)  # asked first: a writer may report and end in between
                 path = self._meeting / f"{rank}.told"
                 if path.exists():
                     told[rank] = json.loads(path.read_bytes())
@@ -301,7 +301,7 @@ class Meeting:
         return COMPLETE, [told[rank] for rank in range(self.size)]
 
     def _is_alive(self, rank: int) -> bool:
-        # If the folder is gone, that is noticed elsewhere.
+        # ``None``, no lock file, means that the folder is gone: ``_hear_all`` raises for that.
         return rank == self.rank or is_lock_held(self._meeting / f"{rank}.lock") is not False
 
     def _wait_for_readers(self, limit: float) -> bool:
@@ -310,7 +310,7 @@ class Meeting:
         for pause in _pauses():
             silent = [rank for rank in range(1, self.size) if not (self._meeting / f"{rank}.heard").exists()]
             waited = time.monotonic() - begun
-            # The trainer of a writer that has died takes a moment.
+            # If a writer has died, its trainer takes a moment to read the verdict in its place.
             if not silent or (waited >= _HEARING and not any(map(self._is_alive, silent))):
                 return True
             if waited >= limit:
@@ -334,7 +334,7 @@ def _pauses() -> Iterator[float]:
 
 
 def is_being_written(meeting: Path) -> bool:
-    """Whether the first rank's writer, or its trainer that is about to ask it, is at work on a save."""
+    """Whether the first rank's writer works on a save, or its trainer is about to ask it to."""
     return is_lock_held(meeting / "0.lock") is True
 
 
@@ -352,7 +352,7 @@ def error_of(outcome: Outcome) -> RuntimeError | None:
 
 
 class _Staged:
-    """Takes the place of a planner: has the items' data in the staging memory, or as they were sent."""
+    """Takes the place of a planner: finds an item's data in the staging memory, or among the serialized ones."""
 
     def __init__(self, layout: Layout, values: dict[int, bytes], memory: torch.Tensor) -> None:
         self._data = {}
@@ -414,7 +414,7 @@ class _Writer:
         try:
             meeting.tell(told)
         except OSError as error:
-            let_go()  # the first rank takes this one for dead
+            let_go()  # without its lock, the first rank takes this one for dead, and need not wait
             if not request.rank:
                 meeting.refuse(outcome_of(error), answer)
                 return
@@ -458,7 +458,7 @@ def _result(fqn: str, offset: Any, index: Any, nbytes: int, path: str, start: in
 
 def main(descriptor: int) -> None:
     """Write what is requested until the trainer has ended."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # to the whole job: the writer ends after its trainer
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job; a writer ends only after its trainer
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     channel, writer = socket.socket(fileno=descriptor), _Writer()
@@ -471,6 +471,6 @@ def main(descriptor: int) -> None:
         request, descriptors = message
         try:
             writer.save(request, descriptors, answer)
-        except Exception as error:  # where it could not tell either: its lock is free now
+        except Exception as error:  # a report was impossible too; the lock is free now, so the others see an end
             print(f"{CALL}, rank {request.rank}: {problem_text(error)}", file=sys.stderr, flush=True)
             answer(outcome_of(error))
