@@ -1,6 +1,6 @@
 """``fully_shard()`` with FSDP2's keywords, and FSDP2's mixed-precision policy, translated to this package's own terms.
 
-The policy means what it means in the installed torch. Everything ends in ``api.fully_shard``."""
+The policy means what it means in the installed torch. Everything ends in the own ``fully_shard``."""
 
 from __future__ import annotations
 

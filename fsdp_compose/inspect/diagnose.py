@@ -82,7 +82,7 @@ def find_unreduced_parameters(model: nn.Module) -> list[UnreducedParameter]:
 
 # ---- Which rank is late: combine the lines that ranks logged while they hung.
 #
-# Pure functions on text. ``group/standstill`` writes the lines.
+# Pure functions on text. ``core/group/standstill`` writes the lines.
 
 
 Position = dict[str, Any]

@@ -1,7 +1,7 @@
 """The result of ``plan()``: plain data, formatted as text, JSON or a picture, with advice.
 
 The data describe a training step on one rank, for each number of ranks; all sizes are bytes on one rank.
-``simulated_step`` measures them, and ``api/planning`` builds the model to simulate. The end of this file checks the
+``simulated_step`` measures them, and ``planning`` builds the model to simulate. The end of this file checks the
 options of the command line. Nothing here touches a model."""
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _unrecorded(sender: Transport) -> Transport:
     return sender.inner if isinstance(sender, Recorder) else sender
 
 
-# ---- Recording events: transports report collectives, and ``flat/events`` reports everything else.
+# ---- Recording events: transports report collectives, and ``core/flat/events`` reports everything else.
 
 
 _RANGES = ("forward", "recomputation", "backward", "reshard")

@@ -221,7 +221,7 @@ def _remedy(first: str, second: str) -> str:
 
 
 def _compare_collectives(what: str, group: dist.ProcessGroup) -> None:
-    """Raise, on every rank. Ranks: all, of which some are in another exchange (``runtime/agreement``)."""
+    """Raise, on every rank. Ranks: all, of which some are in another exchange (``core/runtime/agreement``)."""
     place = f"the start of {what}"
 
     def explain(rank: int, _: str, theirs: str) -> str:

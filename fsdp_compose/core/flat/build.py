@@ -1,7 +1,7 @@
 """Builds flat parameters, and rebuilds them when their memory changes.
 
 A flat parameter is made from ordinary parameters, or from parameters that other flat parameters have sharded. When the
-user moves or casts a model, its flat parameters adopt the new memory here. Called by ``api.shard``, by tied parameters,
+user moves or casts a model, its flat parameters adopt the new memory here. Called by ``shard``, by tied parameters,
 and by the runtime between iterations.
 """
 

@@ -1,7 +1,7 @@
 """Flat views: contiguous parts (segments) of a flat parameter, each one leaf parameter, for optimizers that ignore
 shapes.
 
-``FlatParamHandle`` owns the segments of its flat parameter, ``optim/flat_parameters`` asks for them, and
+``FlatParamHandle`` owns the segments of its flat parameter, ``optimizers/flat_parameters`` asks for them, and
 ``ShardedGradient`` gives them their gradients. Nothing here communicates::
 
     flat parameter   |a a a a|b b|-|c c c|-|      two ranks, sharded parameters a, b and c

@@ -1,4 +1,4 @@
-"""The options of one group, set by ``fully_shard`` and the functions of ``api.controls``. Plain data.
+"""The options of one group, set by ``fully_shard`` and the functions of ``controls``. Plain data.
 
 They are copied, compared between ranks and printed as one object; setting an option replaces the object. The strategies
 of data parallelism are rows of one table below, and each row translates into a set of these options."""

@@ -423,7 +423,7 @@ class Scheduler(Protocol):
         """All ranks are about to gather a parameter of a group outside the group's hooks."""
 
     def serve_peers(self, root: Root) -> None:
-        """See ``api.sync_optional_groups``."""
+        """See ``controls.sync_optional_groups``."""
 
 
 class Root:

@@ -1,6 +1,6 @@
 """Reductions of whole tensors: first of the local shards, then over the ranks, so results are complete.
 
-The handlers, registered in the table of ``ops``, and the norms that ``optim.clip_grad`` uses too.
+The handlers, registered in the table of ``ops``, and the norms that ``optimizers.clip_grad`` uses too.
 """
 
 from __future__ import annotations
