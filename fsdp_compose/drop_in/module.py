@@ -359,7 +359,7 @@ def refuse_clash(modules: Iterable[nn.Module]) -> None:
 def add_methods(modules: Iterable[nn.Module]) -> None:
     """Make sharded modules instances of ``FSDPModule``."""
     for module in modules:
-        for name in _METHODS & vars(module).keys():  # fully_shard() of the core explains there what it has no methods for
+        for name in _METHODS & vars(module).keys():  # explanations of the own fully_shard()
             del module.__dict__[name]
         module.__class__ = _class_for(type(module))
 
