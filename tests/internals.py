@@ -27,11 +27,11 @@ from tests.harness import ROOT
 
 
 def import_all() -> None:
-    """Import every file of the package but those of ``drop_in`` and the command line, also what is imported on demand:
-    for what patches a name in each module that has it."""
+    """Import every file of the package but those of ``drop_in``, frameworks and the command line, also what is imported
+    on demand: for what patches a name in each module that has it."""
     for path in (ROOT / "fsdp_compose").rglob("[!_]*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if not name.startswith("fsdp_compose.drop_in"):
+        if not name.startswith(("fsdp_compose.drop_in", "fsdp_compose.integrations")):
             importlib.import_module(name)
 
 

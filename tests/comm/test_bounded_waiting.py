@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fsdp_compose import clip_grad_norm_, fully_shard
+from fsdp_compose import RankLostError, clip_grad_norm_, fully_shard
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
+from fsdp_compose.core.comm import noticing_loss
+from fsdp_compose.core.comm.failure import PartnerGone
 from fsdp_compose.core.comm.store import TIMEOUT_ENV
-from tests.harness import run_forked
+from tests.harness import distributed, run_forked
 from tests.models import Stack, rows
 from tests.training import mean_square
 
@@ -208,3 +210,12 @@ def test_a_loop_that_is_shorter_on_one_rank_says_how_many_iterations_each_made(t
         else:
             assert re.search(rf"failed: ranks? .*\b{short}\b.* ended, or given up because of an error", told[0]), told
         assert "gloo/" not in text and "died" not in told[0], text
+
+
+@distributed(2, fresh=True)
+def test_a_rank_that_the_watchdog_finds_gone_is_lost():
+    """gloo's own error, which has its source in it, comes first most of the time."""
+    expected = "rank 0: the exchange of a bucket failed"
+    if dist.get_rank() == 0:
+        with pytest.raises(RankLostError, match=expected), noticing_loss(dist.group.WORLD, expected[8:-7]):
+            raise PartnerGone("rank 1 has closed its connections")

@@ -234,7 +234,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path):
         time.sleep(0.5)
         os.killpg(program.pid, signal.SIGINT)
         said = program.communicate(timeout=90)[1]
-        assert said.endswith("interrupted (starting 2 processes): nothing was written\n")
+        assert said.endswith("interrupted (starting 2 processes): nothing was written\n"), said
         assert "Traceback" not in said
         assert program.returncode == 130
     finally:

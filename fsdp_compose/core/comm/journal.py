@@ -39,7 +39,7 @@ from .context import all_kept, kept_for, known_for
 from .failure import (
     PERIOD,
     Meeting,
-    TimedOut,
+    PartnerGone,
     class_of_difference,
     close_connections,
     closed_by,
@@ -247,7 +247,9 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     except (RankLostError, RanksDifferError):
         raise
     except RuntimeError as error:
-        is_lost = isinstance(error, TimedOut) or "gloo/transport" in str(error)  # gloo's source: others are of the call
+        is_lost = isinstance(error, PartnerGone) or "gloo/transport" in str(
+            error
+        )  # gloo's source: others are of the call
         if not (is_lost or meeting.difference):
             raise
         failure = loss(group, f"rank {group.rank()}: {what}", error, meeting.difference)
