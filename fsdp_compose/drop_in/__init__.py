@@ -8,7 +8,7 @@ from the package's own: ``fully_shard`` takes FSDP2's keywords. A sharded module
 ``isinstance(module, FSDPModule)``, also with torch's own class of that name. Shard boundaries fall between rows. The
 default mesh's dimension is named "fsdp". A ``reduce_dtype`` left out means what it means in the installed torch.
 
-This wing uses the public functions; no other wing imports it.
+This annex uses the public functions; only ``integrations`` imports it.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
