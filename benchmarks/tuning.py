@@ -289,7 +289,7 @@ PRECISION_OF = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @cache
 def events_of(*what: str) -> tuple[StepEvent, ...]:
-    """Of a step of a run: those that differ in hardware, or are compiled, do the same."""
+    """Return the events of a run's step. Runs that differ only in hardware or compilation share them."""
     return plan(partial(built_for, *what), int(what[1])).worlds[0].events
 
 

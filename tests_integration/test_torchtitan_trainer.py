@@ -72,7 +72,7 @@ def run(assets: Path, folder: Path, system: str, config: str, *options: str, ran
 
 
 def both(assets: Path, tmp_path: Path, config: str, *options: str, ranks: int = 2) -> dict[str, dict[str, Any]]:
-    """The same values first: FSDP2 starts them, and saves them; ours loads them."""
+    """Train with both systems, from one checkpoint of initial values that FSDP2 has written."""
     seed = tmp_path / "seed"
     seed.mkdir()
     run(assets, seed, "FSDP2", config, "--checkpoint.create_seed_checkpoint", ranks=1)

@@ -210,8 +210,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[Sequence[nn.Module]]:
-    """The items of a ``ModuleList``, and those of a ``Sequential`` that are of one class, are no single layers, and are
-    several: it may hold other modules too."""
+    """The items of each outermost ``ModuleList``. Of a ``Sequential``, which may hold other modules too, those of one
+    class, if there are several and they are no single layers."""
     if isinstance(module, nn.Sequential):
         blocks = [child for child in module if next(child.children(), None) is not None]
         of_each: dict[type, list[nn.Module]] = {}

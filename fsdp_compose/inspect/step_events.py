@@ -48,7 +48,7 @@ class Operation:
 
     @property
     def is_backward(self) -> bool:
-        """Of an attention: it computes gradients."""
+        """Whether an attention is one of backward: it computes gradients."""
         return "backward" in self.name or "bwd" in self.name
 
 
@@ -154,7 +154,7 @@ def _layout_of(matrix: torch.Tensor) -> str:
 
 
 def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
-    """By the formula that torch has, or that ``register_flop_formula`` was given; ``None``: there is none."""
+    """Count the operations by torch's formula, or one given to ``register_flop_formula``; ``None`` if there is none."""
     formula = flop_registry.get(overload_packet(func))
     if formula is None:
         return _grouped_flops(*args[:2]) if "grouped_mm" in func._schema.name else None

@@ -19,34 +19,37 @@ def with_functions(function: Function, replaced: Mapping[Function, Function]) ->
         RuntimeError: nothing that it calls is to be replaced.
     """
     package = function.__module__.partition(".")[0]
-    results: dict[Function, Function] = {**replaced}
+    seen: dict[Any, dict[str, Any]] = {}  # the functions that each one calls, by its global names
 
-    def copy_of(original: Any) -> Function:
-        if original not in results:
-            results[original] = original  # for a recursive call
-            seen = {name: original.__globals__.get(name) for name in _names_in(original.__code__)}
-            changed = {
-                name: new
-                for name, old in seen.items()
-                if isinstance(old, FunctionType)
-                and (old in replaced or old.__module__.partition(".")[0] == package)
-                and (new := copy_of(old)) is not old
-            }
-            if changed:
-                names = {**original.__globals__, **changed}
-                new = FunctionType(original.__code__, names, None, original.__defaults__, original.__closure__)
-                new.__kwdefaults__ = original.__kwdefaults__
-                results[original] = new
-        return results[original]
+    def look(at: Any) -> None:
+        if at in seen or at in replaced:
+            return
+        named = {name: at.__globals__.get(name) for name in _names_in(at.__code__)}
+        seen[at] = {name: found for name, found in named.items() if isinstance(found, FunctionType)}
+        for found in seen[at].values():
+            if (found.__module__ or "").partition(".")[0] == package:
+                look(found)
 
-    if (result := copy_of(function)) is function:
+    look(function)
+    results: dict[Any, Function] = {**replaced}
+    # Functions may call each other, so all copies are made before one is among the globals of another.
+    while new := [
+        at for at, called in seen.items() if at not in results and not results.keys().isdisjoint(called.values())
+    ]:
+        for at in new:
+            results[at] = FunctionType(at.__code__, {**at.__globals__}, None, at.__defaults__, at.__closure__)
+            results[at].__kwdefaults__ = at.__kwdefaults__
+    for at in seen.keys() & results.keys():
+        names = {name: results[found] for name, found in seen[at].items() if found in results}
+        results[at].__globals__.update(names)
+    if function not in results:
         called = ", ".join(f"{item.__module__}.{item.__qualname__}()" for item in replaced)
         raise MisuseRuntimeError(
-            f"{function.__module__}.{function.__qualname__}() calls no {called}, in the place of which "
-            f"fsdp_compose would come: this is another {package} than it knows. Call fsdp_compose.drop_in.install() "
-            "before models are sharded"
+            f"{function.__module__}.{function.__qualname__}() calls no {called}, which fsdp_compose would "
+            f"replace: this version of {package} is not one that it knows. Call fsdp_compose.drop_in.install() before "
+            "models are sharded"
         )
-    return result
+    return results[function]
 
 
 def _names_in(code: CodeType) -> set[str]:

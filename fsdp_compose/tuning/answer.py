@@ -53,7 +53,7 @@ class Result:
 
     @property
     def per_sequence(self) -> float:
-        """Seconds of the step for each of its sequences."""
+        """How many seconds of the step one sequence takes."""
         return self.times.seconds / self.sequences
 
 

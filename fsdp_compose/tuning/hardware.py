@@ -119,7 +119,7 @@ class Device:
         return num * max(self.kernel, curve.at(nbytes / num))
 
     def reserved(self, peak: int, num_networks: int) -> dict[str, int]:
-        """Bytes that must be free beside those that a step allocates, by what takes them."""
+        """Return how many bytes must be free beside a step's ``peak``, by what takes them."""
         if not self.overlaps:
             return {"a tenth of the memory, which stays free": peak // 9}
         return {

@@ -62,7 +62,7 @@ class Schedule:
     spans: tuple[Span, ...] = ()
 
     def stretched(self, factor: float) -> Schedule:
-        """Everything takes so many times as long."""
+        """Return a schedule in which everything takes ``factor`` times as long."""
         names = ("seconds", "compute", "communication", "exposed", "host", "optimizer")
         spans = [replace(span, start=factor * span.start, end=factor * span.end) for span in self.spans]
         times = {name: factor * getattr(self, name) for name in names}
@@ -164,7 +164,7 @@ class _Clock:
         return end
 
     def result(self, optimizer: float) -> Schedule:
-        """The times of a step whose optimizer began then."""
+        """Return the times of a step whose optimizer began at ``optimizer``, in seconds."""
         seconds = self.finish()
         return Schedule(
             seconds=seconds,

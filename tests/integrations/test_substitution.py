@@ -21,6 +21,12 @@ def other(x):
 def countdown(x, n):
     return shard(x) if n == 0 else countdown(x, n - 1)
 
+def ping(x, n):
+    return shard(x) if n == 0 else pong(x, n - 1)
+
+def pong(x, n):
+    return ping(x, n)
+
 def apply(x, y=1):
     def inner():
         return helper(x, times=y)
@@ -59,10 +65,12 @@ def test_what_it_calls_in_its_package_calls_the_new_function_and_nothing_else_ch
     assert vars(framework) == before and framework.helper(1, times=1) == [("theirs", 1)]
 
 
-def test_methods_and_functions_that_call_themselves(framework):
+def test_methods_and_functions_that_call_themselves_or_each_other(framework):
     engine = framework.Engine()
     assert with_functions(framework.Engine.build, {shard: ours})(engine, 3) == ["engine", ("ours", 3)]
-    assert with_functions(framework.countdown, {shard: ours})(3, 0) == ("ours", 3)
+    for name in ("countdown", "ping", "pong"):
+        own = with_functions(getattr(framework, name), {shard: ours})
+        assert [own(3, n) for n in (0, 1, 2)] == [("ours", 3)] * 3
 
 
 def test_a_function_that_calls_nothing_of_it_is_refused(framework):

@@ -457,7 +457,7 @@ def rows_of(page: str) -> list[list[str]]:
 
 @pytest.mark.timeout(300)
 def test_predictions_of_published_runs_are_those_of_the_page(tmp_path):
-    """Of its runs, those that take least time to predict; the table of errors is made from all of its rows."""
+    """The command predicts again the runs that are fastest to predict; all rows are behind the table of errors."""
     page = (ROOT / "docs/project/performance.md").read_text()
     rows = [row for row in rows_of(page) if len(row) == 13 and row[0] in ("used", "held out")]
     with (ROOT / "benchmarks/published_runs.csv").open(newline="") as file:
