@@ -201,6 +201,8 @@ REASONS = {  # commands that do not run here
     r"torchrun --nnodes 2 .*": NODES,
     r"torchrun --standalone --nproc_per_node 8 train.py": NODES,
     r"(export|head_node=|srun) ?.*": NODES,
+    r"torchrun .* -m torchtitan.train .*": f"{NODES}; `make test-titan` runs its trainer on two processes",
+    r"torchrun .* -m fsdp_compose.integrations.llamafactory .*": "tests_integration/ runs it, on two processes",
     r"python -m fsdp_compose plan --model module:factory .*": "a placeholder",
     r"python -m fsdp_compose calibrate .*": "a minute; tests/tuning/test_calibration.py runs one round",
     r"python -m fsdp_compose hang LOGS...": "needs logs of a run that hangs: test_hang.py",
