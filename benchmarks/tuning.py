@@ -4,6 +4,8 @@
     python benchmarks/tuning.py --what measured --hardware machine.json
     python benchmarks/tuning.py --what measured --hardware machine.json --processes 4 --gbit 1   # between pairs
     python benchmarks/tuning.py --what published
+    python benchmarks/tuning.py --what memory
+    python benchmarks/tuning.py --what architectures    # needs transformers
     python benchmarks/tuning.py --what gpu --hardware gpu.json --measured runs/benchmarks/gpu.json  # of gpu.py
     python benchmarks/tuning.py --quick
 
@@ -14,6 +16,13 @@ lets collectives between the two halves of the processes wait as long as such a 
 
 ``published``: tokens per second and GPU of the runs in published_runs.csv, whose models are run dry, with the presets
 as they are. Rates of presets were chosen from its half ``used``; the half ``held out`` judges them.
+
+``memory``: the peaks of those of them whose peak was published, of two kinds: what tensors took (allocated), and that
+with what torch's allocator kept beside (reserved). Of a run of several micro-batches it is that of a loop that keeps
+unsharded gradients until the last one, as its source does.
+
+``architectures``: how long ``plan --tune`` takes for transformers' language models, each as its configuration class
+makes it by default, on 64 H100s; one that is refused says why.
 
 ``gpu``: the steps that ``gpu.py`` has measured on one GPU, with the file that ``calibrate`` has written there, or with
 a preset. Collectives take no time: one rank has none, and those of the fake process group move nothing.
@@ -52,8 +61,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from wire import Link, Throttled
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, plan, set_transport
-from fsdp_compose.inspect import StepEvent
-from fsdp_compose.tuning import Hardware, Level, Network, Setting, apply_setting, read_hardware, schedule
+from fsdp_compose.inspect import WorldFacts
+from fsdp_compose.tuning import Hardware, Level, Network, Setting, apply_setting, read_hardware, schedule, tune
 from fsdp_compose.tuning import hardware_of as hardware_from
 
 # ---- Measured
@@ -264,9 +273,11 @@ def saved_products() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def built_for(model: str, ranks: str, sharding: str, batch: str, length: str, recomputed: str, reduced_in: str) -> Any:
+def built_for(
+    model: str, ranks: str, sharding: str, batch: str, length: str, recomputed: str, kept_in: str, reduced_in: str
+) -> Any:
     with torch.device("meta"):
-        made = MODELS_OF_RUNS[model]()
+        made = MODELS_OF_RUNS[model]().to(PRECISION_OF[kept_in])
     blocks = [*made.blocks]  # type: ignore[arg-type]
     context = {"context_fn": saved_products} if recomputed == "products" else {}
     for block in blocks[:: 2 if recomputed == "every 2nd" else 1] if recomputed != "none" else ():
@@ -288,9 +299,14 @@ PRECISION_OF = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @cache
-def events_of(*what: str) -> tuple[StepEvent, ...]:
-    """Return the events of a run's step. Runs that differ only in hardware or compilation share them."""
-    return plan(partial(built_for, *what), int(what[1])).worlds[0].events
+def planned(*what: str, accumulates: bool = False) -> WorldFacts:
+    """Return a run's plan. Runs that differ only in hardware or compilation share it."""
+    return plan(partial(built_for, *what), int(what[1]), accumulates=accumulates).worlds[0]
+
+
+def what_of(run: Mapping[str, str]) -> list[str]:
+    names = ("model", "gpus", "sharding", "sequences", "tokens", "recomputed", "kept_in", "reduced_in")
+    return [run[name] for name in names]
 
 
 @dataclass(frozen=True)
@@ -311,10 +327,9 @@ class Published:
 
 
 def published_row(run: Mapping[str, str]) -> Published:
-    what = [run[name] for name in ("model", "gpus", "sharding", "sequences", "tokens", "recomputed", "reduced_in")]
     hardware, num_batches = hardware_of_run(run), int(run["micro_batches"])
     seconds = schedule(
-        events_of(*what),
+        planned(*what_of(run)).events,
         hardware.device,
         hardware.network,
         num_batches=num_batches,
@@ -348,6 +363,72 @@ def halves(rows: Sequence[Published]) -> list[Half]:
             three_quarters = sizes[math.ceil(0.75 * len(sizes)) - 1]
             found.append(Half(half, len(errors), median(sizes), three_quarters, median(errors), sizes[-1]))
     return found
+
+
+@dataclass(frozen=True)
+class Memory:
+    run: str = column("run")
+    gpus: int = column("GPUs")
+    mode: str = column("mode")
+    kind: str = column("what")
+    published: float = column("published, GiB", ".1f")
+    allocated: float = column("predicted: allocated", ".1f")
+    needed: float = column("with what is reserved", ".1f")
+    error: float = column("error", "+.0%")
+    source: str = column("source")
+
+
+def memory_row(run: Mapping[str, str]) -> Memory:
+    peak = planned(*what_of(run), accumulates=int(run["micro_batches"]) > 1).peak.nbytes
+    num_networks = 1 + (run["sharding"] == "HSDP")
+    needed = peak + sum(hardware_of_run(run).device.reserved(peak, num_networks).values())
+    published, sizes = float(run["gib"]), (peak / 2**30, needed / 2**30)
+    error = sizes[run["gib_of"] == "reserved"] / published - 1
+    return Memory(run["run"], int(run["gpus"]), run["mode"], run["gib_of"], published, *sizes, error, run["source"])
+
+
+# ---- Architectures
+
+ARCHITECTURES = (
+    "llama", "llama4_text", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "gemma",
+    "gemma2", "gemma3_text", "phi", "phi3", "phimoe", "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "gpt_oss",
+    "bloom", "opt", "mpt", "falcon", "falcon_mamba", "mamba", "mamba2", "deepseek_v2", "deepseek_v3", "olmo", "olmo2",
+    "olmoe", "starcoder2", "stablelm", "granite", "granitemoe", "cohere", "glm4", "exaone4",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    name: str = column("architecture")
+    parameters: float | None = column("parameters, billions", ".2f")
+    settings: int | None = column("settings", "")
+    seconds: float = column("CPU s", ".0f")
+    found: str = column("fastest, or why it is refused")
+
+
+def architecture_row(name: str) -> Architecture:
+    began, num_elements = process_time(), 0
+
+    def factory(batch: int = 2) -> Any:
+        nonlocal num_elements
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(name, use_cache=False)
+        has_experts = any("expert" in key for key in config.to_dict())
+        options = {"experts_implementation": "grouped_mm"} if has_experts else {}  # a loop depends on the routing
+        model = AutoModelForCausalLM.from_config(config, **options)
+        num_elements = sum(param.numel() for param in model.parameters())
+        tokens = torch.zeros(batch, 1024, dtype=torch.int64)
+        return model, lambda model: model(input_ids=tokens, labels=tokens).loss
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    try:
+        answer = tune(factory, 64, hardware="h100", mp_policy=policy)
+    except (RuntimeError, ValueError, TypeError) as error:
+        found, num_settings = str(error).partition("\n")[0][:150], None
+    else:
+        found, num_settings = str(answer.best.setting), len(answer.results)
+    return Architecture(name, num_elements / 1e9 or None, num_settings, process_time() - began, found)
 
 
 # ---- One GPU
@@ -397,10 +478,14 @@ def _built_for_gpu(dim: int, num_blocks: int, vocabulary: int, sequence: int) ->
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--what", choices=["measured", "published", "gpu", "all"], default="all")
+    parser.add_argument(
+        "--what", choices=["measured", "published", "memory", "architectures", "gpu", "all"], default="all"
+    )
     parser.add_argument("--hardware", help="the file that calibrate wrote (default: calibrates now); gpu: or a preset")
     parser.add_argument("--measured", type=Path, help="gpu: the file that gpu.py wrote")
-    parser.add_argument("--runs", default="", help="published: only those whose name contains this")
+    parser.add_argument(
+        "--runs", default="", help="published, memory, architectures: only those whose name contains this"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--gbit", type=float, default=0.0, help="of the network between the two halves; 0: none")
     parser.add_argument("--rounds", type=int, default=9)
@@ -417,9 +502,19 @@ def main() -> None:
         found = report.Report("tuning_gpu", {}, gpu_rows(options.measured, hardware_from(options.hardware)))
         print(found.table())
         found.write(options.out, report.bars("sequence", "error", by="group"))
+    with RUNS.open(newline="") as file:
+        runs = [run for run in csv.DictReader(file) if not options.runs or options.runs in run["run"]]
+    if options.what == "memory":
+        found = report.Report("tuning_memory", {}, [memory_row(run) for run in runs if run["gib"]])
+        print(found.table())
+        found.write(options.out, report.bars("run", "error", by="mode"))
+    if options.what == "architectures":
+        torch.set_num_threads(1)
+        names = [name for name in ARCHITECTURES if options.runs in name]
+        found = report.Report("tuning_architectures", {}, [architecture_row(name) for name in names])
+        print(found.table())
+        found.write(options.out, report.bars("name", "seconds", by="name"))
     if options.what in ("published", "all"):
-        with RUNS.open(newline="") as file:
-            runs = [run for run in csv.DictReader(file) if not options.runs or options.runs in run["run"]]
         rows = [published_row(run) for run in (runs[-1:] if options.quick and not options.runs else runs)]
         found = report.Report("tuning_published", {}, rows)
         print(found.table(), "\n", report.Report("tuning_halves", {}, halves(rows)).table(), sep="\n")

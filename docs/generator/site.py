@@ -1,5 +1,6 @@
-"""What `make docs` does beyond mkdocs: names of the package link to the reference, search passes over the project's own
-pages, and programs that read documentation find each page as Markdown beside its HTML, and a list of pages in llms.txt.
+"""What `make docs` does beyond mkdocs: names of the package link to the reference, in prose and in code, search passes
+over the project's own pages, and programs that read documentation find each page as Markdown beside its HTML, and a list
+of pages in llms.txt.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 _COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)  # of the pages' tests
 _KEPT = re.compile(r"^```.*?^```|<!--.*?-->|^#[^\n]*$|\[[^\]]*\]\([^)]*\)|``[^`]+``", re.DOTALL | re.MULTILINE)
 _NAME = re.compile(r"`([\w.]+)(\([^`]*\))?`")
+_IN_CODE = re.compile(r'(?<!<span class="o">\.</span>)<span class="(?:n|nf|nc)">(\w+)</span>')  # no `torch.save`
 _pages: dict[str, tuple[str, str]] = {}  # address: title, and Markdown
 _anchors: dict[str, str] = {}  # a name, and its path in the package: the address in the reference
 
@@ -38,21 +40,42 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def linked(markdown: str, address: str) -> str:
-    """The page, in which the first mention of a name in prose is a link to the reference."""
+    """The page, in which the first mention of a name in prose is a link to the reference; on the reference's own pages
+    the first one in an entry."""
     seen: set[str] = set()
 
     def link(found: re.Match[str]) -> str:
         target = _anchors.get(found[1], "")
-        if not target or target in seen or target.partition("#")[0] == address:
+        if not target or target in seen:
             return found[0]
         seen.add(target)
-        return f"[{found[0]}]({os.path.relpath(target, os.path.dirname(address) or '.')})"
+        return f"[{found[0]}]({from_page(target, address)})"
 
     made, end = "", 0
     for kept in _KEPT.finditer(markdown):
         made += _NAME.sub(link, markdown[end : kept.start()]) + kept[0]
         end = kept.end()
+        if address.startswith("reference/") and kept[0].startswith("#"):
+            seen = {_anchors.get(name, "") for name, _ in _NAME.findall(kept[0])}  # what it describes
     return made + _NAME.sub(link, markdown[end:])
+
+
+def from_page(target: str, address: str) -> str:
+    page, _, anchor = target.partition("#")
+    return f"#{anchor}" if page == address else os.path.relpath(target, os.path.dirname(address) or ".")
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Links the names in blocks of code and signatures."""
+    address = page.file.src_uri
+
+    def link(found: re.Match[str]) -> str:
+        if found[1] not in _anchors:
+            return found[0]
+        place = from_page(_anchors[found[1]], address).replace(".md#", ".html#")
+        return f'<a href="{place}">{found[0]}</a>'
+
+    return _IN_CODE.sub(link, html)
 
 
 def on_post_build(config: Any, **_: Any) -> None:

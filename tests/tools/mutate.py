@@ -63,6 +63,10 @@ class Edit(NamedTuple):
 # ---- edits
 
 
+def wing_of(file: str) -> str:
+    return file.removeprefix("fsdp_compose/").removeprefix("core/").partition("/")[0]
+
+
 def edits_of(file: str, first_block: int) -> Iterator[Edit]:
     source = (ROOT / file).read_text()
     starts = [0]
@@ -125,7 +129,7 @@ def chosen_edits(number: int, seed: int, recorded: list[list[Any]]) -> list[Edit
     firsts: dict[str, int] = {}
     for place, (file, *_) in enumerate(recorded):
         firsts.setdefault(file, place)
-    lines = {file: len((ROOT / file).read_text().splitlines()) for file in firsts if file.split("/")[1] in WINGS}
+    lines = {file: len((ROOT / file).read_text().splitlines()) for file in firsts if wing_of(file) in WINGS}
     chosen, due = [], 0.0
     for file in sorted(lines):
         now = [block.function for block in blocks(ast.parse((ROOT / file).read_text()))]
@@ -356,7 +360,7 @@ def main() -> None:
         copy_checkout(copied)
         run = Run(copied, Path(folder, "report.json"))
         for edit in edits[part::of]:
-            if tuple(edit) in done or edit.file.split("/")[1] not in given.wings:
+            if tuple(edit) in done or wing_of(edit.file) not in given.wings:
                 continue
             seconds = cases_for(edit, cases, num_cases, given.seconds, only)
             start = time.monotonic()

@@ -482,6 +482,26 @@ def test_predictions_of_published_runs_are_those_of_the_page(tmp_path):
         reports = run("tuning.py", tmp_path, "--what=published", f"--runs={name}")
         found = [(f"{row['predicted']:,.0f}", f"{row['error']:+.0%}") for row in reports["tuning_published"]["rows"]]
         assert found == [(row[10], row[11]) for row in rows if row[1] == name]
+    # More sequences, recomputed, are faster than fewer that are not: a choice that batches are compared for.
+    many, few = (
+        next(row for row in rows if row[1:3] + row[7:8] == ["MPT 13B", gpus, batch])
+        for gpus, batch in (("512", "16 x 2048"), ("64", "2 x 2048"))
+    )
+    for column in (9, 10):
+        assert float(many[column].replace(",", "")) > float(few[column].replace(",", ""))
+
+
+@pytest.mark.timeout(300)
+def test_published_peaks_of_memory_are_at_most_five_percent_above_the_predicted_ones(tmp_path):
+    page = [row for row in rows_of((ROOT / "docs/project/performance.md").read_text()) if len(row) == 9]
+    rows = [row for row in page if row[3] in ("reserved", "allocated")]
+    with (ROOT / "benchmarks/published_runs.csv").open(newline="") as file:
+        runs = [(run["run"], run["gpus"], run["gib"]) for run in csv.DictReader(file) if run["gib"]]
+    assert [(row[0], row[1], row[4]) for row in rows] == runs
+    assert all(float(row[7].rstrip("%")) >= -5 for row in rows)
+    found = run("tuning.py", tmp_path, "--what=memory", "--runs=Llama 3.1 8B")["tuning_memory"]["rows"]
+    said = [row[5:8] for row in rows if row[0] == "Llama 3.1 8B"]
+    assert said == [[f"{row['allocated']:.1f}", f"{row['needed']:.1f}", f"{row['error']:+.0%}"] for row in found]
 
 
 def test_owners_of_large_models_are_balanced_and_planned_at_once(tmp_path):

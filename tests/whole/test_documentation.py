@@ -267,6 +267,12 @@ def test_the_site_links_names_to_the_reference_and_lists_pages_for_programs():
         "[`save`](../reference/all.md#fsdp_compose.checkpoint.save) and `other`; [`save`](x.md)\n\n"
         "```python\n`plan`\n```\n"
     )
+    entry = "## `save(...)`\n\n`save` and `plan`\n"
+    assert site.linked(entry, "reference/all.md") == "## `save(...)`\n\n`save` and [`plan`](#fsdp_compose.plan)\n"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="howto/page.md"))
+    code = '<span class="n">torch</span><span class="o">.</span><span class="n">save</span> <span class="n">plan</span>'
+    plan = '<a href="../reference/all.html#fsdp_compose.plan"><span class="n">plan</span></a>'
+    assert site.on_page_content(code, page=page) == code.replace('<span class="n">plan</span>', plan)
     for address in ("index.md", "project/design.md"):
         page = SimpleNamespace(title=address[:-3], file=SimpleNamespace(src_uri=address), meta={})
         site.on_page_markdown("<!-- ranks: 2 -->\n\n# A page\n", page=page)
