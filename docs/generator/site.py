@@ -1,6 +1,6 @@
 """What `make docs` does beyond mkdocs: names of the package link to the reference, in prose and in code, search passes
-over the project's own pages, and programs that read documentation find each page as Markdown beside its HTML, and a list
-of pages in llms.txt.
+over the project's own pages, and programs that read documentation find each page as Markdown beside its HTML, and all
+pages in llms.txt.
 """
 
 from __future__ import annotations
