@@ -264,7 +264,7 @@ def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False
     group is the root's, on which the default of ``reshard_after_forward`` depends.
 
     Args:
-        model: a module, of which some submodules are sharded or replicated. Names are relative to it.
+        model: a module with sharded or replicated submodules. Names are relative to it.
         format: ``"text"``: tables, by ``rich`` with colours where that is installed and output goes to a terminal;
             ``"json"``: all facts, for programs (sizes in elements and bytes, ranks by their numbers in the default
             process group; parts of parameters from the first element to before the last one); ``"html"``: a page with a

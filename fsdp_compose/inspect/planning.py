@@ -68,7 +68,7 @@ def plan(
             ``lambda model: Muon(muon_groups(model))``. Replaces ``optimizer``.
         limits: values of ``limit_unsharded_bytes`` to compare, for example ``["1 group", "2 groups"]``: the step is run
             once more with each, for its peak and for how many collectives nothing overlaps then.
-        accumulates: a step has several micro-batches, of which all but the last are under ``no_sync``: unsharded
+        accumulates: a step has several micro-batches, and all but the last run under ``no_sync``: unsharded
             gradients are kept in between. The figures are those of two.
         note: called with a line of text about the progress.
 

@@ -3,7 +3,7 @@
 ``flat_parameters`` makes them (``FlatSegment``). ``ShardedGradient`` gives them gradients and notices when the user
 changes those. Two global hooks surround optimizer steps: the first refuses optimizers that would compute wrong results
 on flat views, and copies gradients that the user assigned; the second records the step, for the version check of the
-next backward. The start of this file decides which optimizers treat every element alike and may train flat views."""
+next backward. The start of this file decides which optimizers are elementwise and may train flat views."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..group import _get_fsdp_states, after_every_step, before_every_step
 from ..ragged import note_write_of_all_ranks
 from .blockwise import block_of, check_blockwise, record_blockwise, refuse_divided_blocks
 
-# ---- Optimizers that treat every element alike: only these may train flat views.
+# ---- Elementwise optimizers: only these may train flat views.
 
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
@@ -63,7 +63,7 @@ _REFUSED: dict[type[Optimizer], str] = {
     torch.optim.SparseAdam: "it takes sparse gradients only",
 }
 
-# Optimizers of other packages whose formulas treat every element alike, unless one of the options below is on. They are
+# Optimizers of other packages whose formulas are elementwise, unless one of the options below is on. They are
 # listed by name because none of these packages is a dependency. `tests_integration/test_optimizers.py` runs them.
 ELEMENTWISE_ELSEWHERE = {
     "optimi": "Adam AdamW Adan Lion RAdam Ranger SGD",
@@ -103,8 +103,10 @@ def declare_elementwise(optimizer: _Class) -> _Class:
 
 
 def declare_blockwise(optimizer: _Class, block: int = 256) -> _Class:
-    """Declare that an optimizer class and its subclasses treat every block of so many elements alike, as those that
-    quantize their state do (8-bit Adam): how they update an element depends only on gradients and state of its block.
+    """Declare that an optimizer class and its subclasses apply one formula to every block of so many elements.
+
+    Optimizers that quantize their state do so (8-bit Adam): how they update an element depends only on gradients and
+    state of its block.
 
     Such an optimizer trains sharded parameters, and flat views, without communication and with the bits of one process,
     if no shard boundary lies inside a block: shard with ``granularity=lambda fqn, param: block``. Its steps raise
@@ -138,7 +140,7 @@ def _refuse_known(optimizer: type[Optimizer], call: str, kind: str) -> None:
 
 
 def _known_to_need_more(optimizer: type[Optimizer]) -> tuple[str, str] | None:
-    """The name of a class that is known not to treat every element alike, and why; ``None`` if nothing is known."""
+    """The name of a class that is known not to be elementwise, and why; ``None`` if nothing is known."""
     if issubclass(optimizer, MatrixOptimizer):
         return next(cls.__name__ for cls in optimizer.__mro__ if "reason" in vars(cls)), optimizer.reason
     return next(((cls.__name__, reason) for cls, reason in _REFUSED.items() if issubclass(optimizer, cls)), None)
@@ -148,7 +150,7 @@ _FLAT = "train flat_parameters()"
 
 
 def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
-    """Raise TypeError if an optimizer is not known to treat every element alike, as it must to do ``what``."""
+    """Raise TypeError if an optimizer is not known to be elementwise, as it must be to do ``what``."""
     if isinstance(optimizer, tuple(elementwise_classes)):
         return
     if what == _FLAT and block_of(optimizer) is not None:
@@ -217,13 +219,13 @@ def flat_parameters(
     a 1-D ``RaggedDTensor`` on both meshes, including the padding. Trainable parameters that no group manages
     (``ignored_params``) are returned unchanged.
 
-    Use them with optimizers that treat every element alike. In ``torch.optim`` these are SGD, Adam, AdamW, Adamax,
-    NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop and their subclasses. All of schedulefree's and optimi's are
-    accepted too, except StableAdamW, and so are those of timm and pytorch-optimizer that treat every element alike
-    (Lion, Adan, AdaBelief, ADOPT, LaProp, ...). Other optimizers raise at their first step, unless you declare them
-    with ``declare_elementwise``. (torch 2.13 has no rules on stock DTensors for Rprop,
-    nor for SGD and Adagrad with ``fused=True``: these raise unless you pass ``local=True``.) An optimizer's
-    ``state_dict()`` fits models with the same ``fully_shard`` groups on the same number of ranks.
+    Use them with elementwise optimizers, whose update of an element depends on that element alone. In ``torch.optim``
+    these are SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop and their subclasses. All
+    of schedulefree's and optimi's are accepted too, except StableAdamW, and so are the elementwise ones of timm and
+    pytorch-optimizer (Lion, Adan, AdaBelief, ADOPT, LaProp, ...). Other optimizers raise at their first step, unless you
+    declare them with ``declare_elementwise``. (torch 2.13 has no rules on stock DTensors for Rprop, nor for SGD and
+    Adagrad with ``fused=True``: these raise unless you pass ``local=True``.) An optimizer's ``state_dict()`` fits models
+    with the same ``fully_shard`` groups on the same number of ranks.
 
     Gradients: ``.grad`` of a flat view and of its sharded parameters are views of the same memory, which the
     reduce-scatter has written. ``zero_grad()`` of the optimizer or the model drops both, at the latest when the next

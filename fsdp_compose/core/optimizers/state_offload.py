@@ -2,7 +2,7 @@
 
 ``offload_optimizer_states`` replaces an optimizer's ``step``. For each chunk, the new ``step`` runs the optimizer's own
 step on a part of one of its parameters (a plain 1-D view) with the same part of the state. This works for every
-optimizer that treats all elements alike, in any of its implementations, and gives the same bits as the ordinary step::
+elementwise optimizer, in any of its implementations, and gives the same bits as the ordinary step::
 
     host     |state 0|state 1|state 2|state 3|          two slots on the device:
     copy in  |   1   |   2   |   3   |
@@ -58,7 +58,7 @@ def offload_optimizer_states(
     Ranks: make the same call on every rank; no communication.
 
     Args:
-        optimizer: one that treats every element alike (see ``flat_parameters``); it may have stepped already.
+        optimizer: an elementwise one (see ``flat_parameters``); it may have stepped already.
         chunk_bytes: size of everything that is copied in for one chunk, in bytes or as ``"64MiB"``.
         pin_memory: use page-locked host memory if the device is an accelerator.
 
@@ -66,7 +66,7 @@ def offload_optimizer_states(
         ``optimizer``.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, or is not known to treat every element alike.
+        TypeError: ``optimizer`` is not an optimizer, or is not known to be elementwise.
         ValueError: ``chunk_bytes`` is not positive, or ``step`` was already replaced.
 
     Example::

@@ -1,4 +1,4 @@
-"""``RaggedDTensor``: a DTensor of which every rank holds one contiguous range. Nothing here knows data parallelism.
+"""``RaggedDTensor``: a DTensor split into one contiguous range per rank. Nothing here knows data parallelism.
 
 ``placement`` says how a tensor is sharded and which part this rank holds, ``dtensor`` moves it between layouts, and
 ``ops`` gives it its operations. On a mesh of two dimensions a ``RaggedShard`` shards what is local after the other

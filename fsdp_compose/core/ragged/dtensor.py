@@ -94,7 +94,7 @@ class CheckpointedDTensor(OwnedDTensor):
 
 
 class RaggedDTensor(CheckpointedDTensor):
-    """A tensor of which each rank holds one contiguous range of elements; see ``RaggedShard``.
+    """A tensor whose elements are split over the ranks, one contiguous range each; see ``RaggedShard``.
 
     Every operation either returns the value that it would return on the full tensor, or raises. Element-wise
     operations, ``foreach`` and fused optimizer kernels, copies and conversions run on the local shards; full reductions
