@@ -220,12 +220,12 @@ def flat_parameters(
     (``ignored_params``) are returned unchanged.
 
     Use them with elementwise optimizers, whose update of an element depends on that element alone. In ``torch.optim``
-    these are SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop and their subclasses. All
-    of schedulefree's and optimi's are accepted too, except StableAdamW, and so are the elementwise ones of timm and
-    pytorch-optimizer (Lion, Adan, AdaBelief, ADOPT, LaProp, ...). Other optimizers raise at their first step, unless you
-    declare them with ``declare_elementwise``. (torch 2.13 has no rules on stock DTensors for Rprop, nor for SGD and
-    Adagrad with ``fused=True``: these raise unless you pass ``local=True``.) An optimizer's ``state_dict()`` fits models
-    with the same ``fully_shard`` groups on the same number of ranks.
+    these are SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop and their subclasses.
+    All of schedulefree's and optimi's are accepted too, except StableAdamW, and so are the elementwise ones of timm
+    and pytorch-optimizer (Lion, Adan, AdaBelief, ADOPT, LaProp, ...). Other optimizers raise at their first step,
+    unless you declare them with ``declare_elementwise``. (torch 2.13 has no rules on stock DTensors for Rprop, nor
+    for SGD and Adagrad with ``fused=True``: these raise unless you pass ``local=True``.) An optimizer's
+    ``state_dict()`` fits models with the same ``fully_shard`` groups on the same number of ranks.
 
     Gradients: ``.grad`` of a flat view and of its sharded parameters are views of the same memory, which the
     reduce-scatter has written. ``zero_grad()`` of the optimizer or the model drops both, at the latest when the next
