@@ -210,6 +210,21 @@ FRESH, ADDED, FOREIGN = WriteMode.FRESH, WriteMode.ADDED, WriteMode.FOREIGN
 _grad = attrgetter("grad")
 
 
+# What the fields of a ``ShardedGradient`` are, from step to step (a bucket keeps its memory throughout):
+#
+#                                          memory            _is_published    target        write_mode
+#   before the first backward              none              nobody           None          FRESH
+#   first reduction after zero_grad()      made or reused    as before        memory.flat   FRESH
+#   a reduction that accumulates           the same          who has views    memory.flat   ADDED
+#   ... onto tensors that the user put     the same or none  as before        new memory    FOREIGN
+#   published                              the same          who was used     None          as above
+#   no result (ranks differ, a failure)    the same          as before        None          as above
+#   a forward after zero_grad()            freed             nobody           None          as above
+#
+# ``_is_dropped`` holds from a forward that found no gradient until something is published: it spares ``prepare`` a look
+# at each ``.grad``.
+
+
 class ShardedGradient:
     """The flat gradient of a shard.
 
