@@ -340,7 +340,8 @@ _METHODS = vars(FSDPModule).keys() - {*dir(nn.Module)}
 
 
 def refuse_clash(modules: Iterable[nn.Module]) -> None:
-    """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method."""
+    """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method, or a class that has
+    no subclasses."""
     for module in modules:
         # It has some, but fully_shard() refuses it for being data-parallel already.
         if data_parallelism_of_torch(module):
@@ -354,6 +355,14 @@ def refuse_clash(modules: Iterable[nn.Module]) -> None:
                 "which clash with the methods that FSDP2 adds to a sharded module: rename them, or use "
                 "fsdp_compose.fully_shard(), which adds no methods"
             )
+        try:
+            _class_for(type(module))
+        except Exception as error:
+            raise MisuseError(
+                f"fully_shard(): making a subclass of {type(module).__name__}, as FSDP2 does, failed with "
+                f"{type(error).__name__}: {error}. Let that class have subclasses, or use fsdp_compose.fully_shard(), "
+                "which leaves classes as they are"
+            ) from error
 
 
 def add_methods(modules: Iterable[nn.Module]) -> None:
@@ -366,10 +375,12 @@ def add_methods(modules: Iterable[nn.Module]) -> None:
 
 def _class_for(cls: type[nn.Module]) -> type[nn.Module]:
     for known in cls.__subclasses__():
-        if known.__bases__ == (FSDPModule, cls):
+        if "_is_made" in vars(known):  # one whose making has failed may still be there
             return known
     names = {"__module__": cls.__module__}
-    return new_class(f"FSDP{cls.__name__}", (FSDPModule, cls), exec_body=lambda namespace: namespace.update(names))
+    made: Any = new_class(f"FSDP{cls.__name__}", (FSDPModule, cls), exec_body=lambda namespace: namespace.update(names))
+    made._is_made = True
+    return made
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:

@@ -942,7 +942,12 @@ def test_dimensions_that_cannot_be_meant_are_refused():
             drop_in.fully_shard(model, mesh=mesh, dp_mesh_dims=drop_in.DataParallelMeshDims(shard="dp"))
 
 
-@pytest.mark.parametrize("why", ["a gradient", "shared memory", "a clash", "a policy", "other ranks"])
+class WithoutSubclasses(nn.Sequential):
+    def __init_subclass__(cls, name: str, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+
+
+@pytest.mark.parametrize("why", ["a gradient", "shared memory", "a clash", "a policy", "other ranks", "no subclass"])
 def test_what_is_refused_leaves_parameters_and_inner_modules_as_they_were(why):
     """The refused call puts parameters on other meshes, makes groups of inner modules, or both."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
@@ -975,8 +980,11 @@ def test_what_is_refused_leaves_parameters_and_inner_modules_as_they_were(why):
                 arguments["mp_policy"] = object()
             elif why == "other ranks":
                 arguments["reshard_after_forward"] = 3
+            elif why == "no subclass":
+                model.__class__ = WithoutSubclasses
             before = {name: id(param) for name, param in model.named_parameters()}
-            with pytest.raises((ValueError, TypeError, RuntimeError)):
+            message = "subclass of WithoutSubclasses" if why == "no subclass" else None
+            with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
                 drop_in.fully_shard(model, **arguments)
             assert {name: id(param) for name, param in model.named_parameters()} == before
             assert not any(get_state(inner) for inner in model.modules())
