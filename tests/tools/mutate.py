@@ -23,6 +23,7 @@ import json
 import multiprocessing.forkserver as forkserver
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -178,7 +179,7 @@ class Run:
     ) -> dict[str, Any]:
         """``seconds``: the cases to run, in this order, with the time that each has taken; all, if it is empty."""
         self.report.unlink(missing_ok=True)
-        with tempfile.TemporaryDirectory(prefix="mutated_", ignore_cleanup_errors=True) as folder:
+        with own_folder("mutated_") as folder:
             child = os.fork()
             if not child:
                 try:
@@ -321,6 +322,16 @@ def cases_for(
 
 
 @contextlib.contextmanager
+def own_folder(prefix: str) -> Iterator[str]:
+    """A temporary folder that processes forked from this one leave alone when they end."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def applied(edit: Edit, copied: Path) -> Iterator[None]:
     path = copied / edit.file
     before, times = path.read_bytes(), path.stat()
@@ -355,7 +366,7 @@ def main() -> None:
     part, of = map(int, given.part.split("/"))
     lines = given.results.read_text().splitlines() if given.results.exists() else []
     done = {tuple(json.loads(line)["edit"]) for line in lines}
-    with tempfile.TemporaryDirectory(prefix="mutations_") as folder:
+    with own_folder("mutations_") as folder:
         copied = Path(folder, "checkout")
         copy_checkout(copied)
         run = Run(copied, Path(folder, "report.json"))
