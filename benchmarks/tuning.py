@@ -511,7 +511,11 @@ def main() -> None:
     if options.what == "architectures":
         torch.set_num_threads(1)
         names = [name for name in ARCHITECTURES if options.runs in name]
-        found = report.Report("tuning_architectures", {}, [architecture_row(name) for name in names])
+        rows = []
+        for name in names:
+            rows.append(architecture_row(name))
+            print(rows[-1], file=sys.stderr, flush=True)
+        found = report.Report("tuning_architectures", {}, rows)
         print(found.table())
         found.write(options.out, report.bars("name", "seconds", by="name"))
     if options.what in ("published", "all"):
