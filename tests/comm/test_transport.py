@@ -14,7 +14,7 @@ from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.core.comm import Label, Messages, Names, Transport, transport_of
 from fsdp_compose.core.comm.gloo import _InFlight
 from fsdp_compose.core.comm.journal import Journal, first_difference_of, journal_of
-from fsdp_compose.core.comm.transport import ALL_GATHER, REDUCE_SCATTER
+from fsdp_compose.core.comm.transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests.harness import distributed
 from tests.internals import world
 
@@ -224,6 +224,16 @@ def test_what_a_rank_has_told_is_not_changed_by_a_label_that_gets_another_name()
     assert "rank 0 has entered the all-gather of layers.0.weight and 1 more" in first_difference_of(
         1, theirs.entries(), 0, ours.entries()
     )
+
+
+def test_tags_of_messages_have_the_number_of_the_collective_beside_what_it_is():
+    journal = Journal(60)
+    tags = [
+        journal.enter(kind, None, nbytes) for nbytes in range(0, 1 << 22, 9973) for kind in (ALL_GATHER, ALL_REDUCE)
+    ]
+    assert len(tags) > 800 and max(tags) < 1 << 31
+    assert [tag >> 20 for tag in tags] == [1024 + number for number in range(1, len(tags) + 1)]
+    assert len({tag & (1 << 20) - 1 for tag in tags}) > 0.99 * len(tags)
 
 
 @distributed(world_size=4)
