@@ -831,8 +831,11 @@ def wrapper_under_construction() -> tuple[str, nn.Module] | None:
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """The name of the child that ``module``, if it is a wrapper of torch's (data parallel, compiled, checkpointed), has
-    taken the place of."""
+    """The name of the child that ``module`` has taken the place of, if it is a wrapper of torch's (data parallel,
+    compiled, checkpointed), or says so itself, by the method whose name ``torch.distributed.checkpoint`` knows."""
+    if hasattr(type(module), "_fqn_modifiers"):
+        hidden: str | None = next(iter(module._fqn_modifiers().values()), None)  # type: ignore[operator]
+        return hidden
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module"
     if isinstance(module, CheckpointWrapper):

@@ -36,6 +36,7 @@ from .core.comm import TransportWrapper as TransportWrapper
 from .core.comm import WireFormat as WireFormat
 from .core.comm import Work as Work
 from .core.comm import default_mesh as default_mesh
+from .core.comm import fail_together as fail_together
 from .core.comm import finish_with as finish_with
 from .core.comm import first_difference as first_difference
 from .core.comm import kept_for as kept_for

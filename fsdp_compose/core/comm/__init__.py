@@ -23,6 +23,7 @@ from .control_exchange import ControlExchange as ControlExchange
 from .control_exchange import maximum_of_all_ranks as maximum_of_all_ranks
 from .failure import all_reduce as all_reduce
 from .failure import class_of_failure as class_of_failure
+from .failure import fail_together as fail_together
 from .failure import failure_of as failure_of
 from .failure import give_up as give_up
 from .mesh import DataParallelMesh as DataParallelMesh
