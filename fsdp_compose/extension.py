@@ -60,6 +60,7 @@ from .core.flat import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .core.flat import TensorParallel as TensorParallel
 from .core.flat import annotations_on as annotations_on
 from .core.flat import as_ours as as_ours
+from .core.flat import even_chunks as even_chunks
 from .core.flat import handle_of as handle_of
 from .core.flat import handle_of_segment as handle_of_segment
 from .core.flat import is_annotated as is_annotated

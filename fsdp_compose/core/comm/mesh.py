@@ -194,7 +194,7 @@ class DataParallelMesh:
         replicas, parts = self.replica_transport, self.part_transport
         return replace(
             self,
-            transport=change(self.transport, TransportRole.SHARDS),
+            transport=self.transport.changed(lambda transport: change(transport, TransportRole.SHARDS)),
             replica_transport=None if replicas is None else change(replicas, TransportRole.REPLICAS),
             part_transport=None if parts is None else change(parts, TransportRole.PARTS),
         )

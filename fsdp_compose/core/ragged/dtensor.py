@@ -428,6 +428,8 @@ def distribute_ragged(
             if tensor._spec.is_sharded_like(spec):
                 return RaggedDTensor(local_tensor(tensor).clone(), spec)
             tensor = tensor.all_gather()
+        elif isinstance(tensor, DTensor) and tensor.placements == spec.placements:  # even chunks
+            return RaggedDTensor(local_tensor(tensor).detach().clone().contiguous(), spec)
         if not isinstance(tensor, DTensor):
             # Copied first: distribute_tensor broadcasts into the memory that it is given.
             whole = tensor.detach() if src_data_rank is None else tensor.detach().clone()

@@ -510,8 +510,8 @@ class Larger(Exception):
 def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTensor | None = None) -> torch.Tensor:
     """The local elements of an operand, for an operation whose result is sharded by ``spec``. ``read``: a sharded
     operand that is only read, for error messages."""
-    if type(tensor) is RaggedDTensor and tensor._spec.is_sharded_like(spec):
-        return tensor._local_tensor
+    if is_alike(tensor, spec):
+        return local_tensor(tensor)
     if tensor.dim() == 0:
         return scalar_operand(tensor)
     tensor = tensor.plain() if isinstance(tensor, GatheredView) else tensor
@@ -530,6 +530,15 @@ def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTens
     if isinstance(tensor, ReplicatedDTensor) and tensor.device_mesh == spec.mesh:
         return shard_whole(tensor._local_tensor, spec)
     return local_tensor(distribute_ragged(tensor, spec.mesh, spec.placements))
+
+
+def is_alike(tensor: torch.Tensor, spec: RaggedSpec) -> bool:
+    """Whether a tensor is sharded as ``spec`` says; a stock DTensor can be, in even chunks."""
+    if type(tensor) is RaggedDTensor:
+        return tensor._spec.is_sharded_like(spec)
+    if type(tensor) is not DTensor or not spec.is_even or tensor.shape != spec.shape:
+        return False
+    return tensor.placements == spec.placements and tensor.device_mesh == spec.mesh
 
 
 def may_mix(read: torch.Tensor | None) -> bool:

@@ -256,8 +256,7 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
     row = prod(shape[1:])
     if not spec.ragged.flat and shape and shape[1:] == whole[1:] and row:
         placement = RaggedShard(counts.divided_by(row))
-    placements = tuple(placement if isinstance(item, RaggedShard) else item for item in spec.placements)
-    view_spec = RaggedSpec.make(spec.mesh, placements, shape, spec.dtype)
+    view_spec = RaggedSpec.make(spec.mesh, spec.with_ragged(placement), shape, spec.dtype)
     own_start, own_stop = spec.element_range
     begin = min(max(start, own_start), own_stop) - own_start
     with inference_mode_of(tensor), share_versions():
@@ -279,8 +278,7 @@ def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not to_real and any(count % 2 for count, _ in ragged.counts.pieces):
             return gathered_view(func, args, kwargs)
         ragged = RaggedShard(ragged.counts.times(2) if to_real else ragged.counts.divided_by(2), flat=True)
-    placements = tuple(ragged if isinstance(item, RaggedShard) else item for item in spec.placements)
-    view_spec = RaggedSpec.make(spec.mesh, placements, tuple(result.shape), result.dtype)
+    view_spec = RaggedSpec.make(spec.mesh, spec.with_ragged(ragged), tuple(result.shape), result.dtype)
     with inference_mode_of(tensor), share_versions():
         numbers = func(local if to_real else local.view(-1, 2)).view(view_spec.local_shape)
         return make_view(numbers, view_spec, tensor.is_part)
