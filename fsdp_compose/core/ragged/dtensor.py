@@ -439,6 +439,15 @@ def distribute_ragged(
         return RaggedDTensor(shard_inner(local_tensor(tensor), spec), spec)
 
 
+def is_alike(tensor: torch.Tensor, spec: RaggedSpec) -> bool:
+    """Whether a tensor is sharded as ``spec`` says; a stock DTensor can be, in even chunks."""
+    if type(tensor) is RaggedDTensor:
+        return tensor._spec.is_sharded_like(spec)
+    if type(tensor) is not DTensor or not spec.is_even or tensor.shape != spec.shape:
+        return False
+    return tensor.placements == spec.placements and tensor.device_mesh == spec.mesh
+
+
 def make_view(local: torch.Tensor, spec: RaggedSpec, is_part: bool) -> RaggedDTensor:
     """Make a view of another ragged tensor, over ``local``. ``is_part``: it views only part of that tensor."""
     view = RaggedDTensor(local, spec)

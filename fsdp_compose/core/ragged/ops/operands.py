@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor, without_dispatch
 from ...comm import all_reduce
-from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
+from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, is_alike, shard_whole
 from ..gather import DifferentiableGather, refuse_transforms
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedSpec
@@ -530,15 +530,6 @@ def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTens
     if isinstance(tensor, ReplicatedDTensor) and tensor.device_mesh == spec.mesh:
         return shard_whole(tensor._local_tensor, spec)
     return local_tensor(distribute_ragged(tensor, spec.mesh, spec.placements))
-
-
-def is_alike(tensor: torch.Tensor, spec: RaggedSpec) -> bool:
-    """Whether a tensor is sharded as ``spec`` says; a stock DTensor can be, in even chunks."""
-    if type(tensor) is RaggedDTensor:
-        return tensor._spec.is_sharded_like(spec)
-    if type(tensor) is not DTensor or not spec.is_even or tensor.shape != spec.shape:
-        return False
-    return tensor.placements == spec.placements and tensor.device_mesh == spec.mesh
 
 
 def may_mix(read: torch.Tensor | None) -> bool:

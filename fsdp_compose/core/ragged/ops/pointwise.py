@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from ...._torch import local_tensor
-from ..dtensor import RaggedDTensor, shard_whole
+from ..dtensor import RaggedDTensor, is_alike, shard_whole
 from ..ownership import note_write_of_all_ranks, writes
 from ..placement import RaggedSpec
 from .operands import (
@@ -26,7 +26,6 @@ from .operands import (
     as_scalar,
     check_generators,
     from_scalar,
-    is_alike,
     is_tensors,
     operand,
     over_ranks,
