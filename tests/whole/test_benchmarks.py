@@ -28,6 +28,7 @@ from tests.harness import ROOT
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OURS, FSDP2 = "fsdp_compose", "FSDP2"
 NO_COPY_OUT, NO_COPIES = "FSDP2 without copy-out", "FSDP2 without copies"
+IN_CHUNKS = "fsdp_compose in FSDP2's layout"
 harness.preload("matplotlib.pyplot")
 
 
@@ -278,7 +279,7 @@ def test_the_accelerator_benchmark_runs_without_one(tmp_path):
     assert len(predicted) == 2
 
 
-SYSTEMS = {"plain", "FSDP1", "FSDP1 flat", FSDP2, NO_COPY_OUT, NO_COPIES, OURS, "fsdp_compose flat"}
+SYSTEMS = {"plain", "FSDP1", "FSDP1 flat", FSDP2, NO_COPY_OUT, NO_COPIES, OURS, "fsdp_compose flat", IN_CHUNKS}
 
 
 @pytest.mark.timeout(300)

@@ -205,7 +205,12 @@ def _plan(
     dtype, kind = managed[0].parameter.dtype, managed[0].kind
     if kind.codec.gathered_by is not None:
         assert len(managed) == 1, "its class gathers it by itself"
-        return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size)
+        fqn, shape = managed[0].fqn, tuple(managed[0].parameter.shape)
+        if granularity is even_chunks:
+            from .even_chunks import plan_chunks
+
+            return plan_chunks([ParamSpec(fqn, shape)], mesh.shard_world_size, 1)
+        return plan_equal_rows(fqn, shape, mesh.shard_world_size)
     dtypes = (dtype, kind.compute_dtype(dtype), kind.reduction_dtype(dtype), kind.gradient_dtype(dtype))
     alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
     specs: list[ParamSpec] = []

@@ -68,7 +68,7 @@ class ChunkedLayout(FlatLayout):
         return range(-(-self.params[index].numel // max(self.chunk_numel(index), 1)))
 
     def own_part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        return torch.cat([piece[rank] for piece in self._pieces(flat)])
+        return torch.cat([piece[rank] for piece in self.pieces(flat)])
 
     def as_shards(self, flat: torch.Tensor) -> torch.Tensor:
         shards = torch.empty_like(flat)
@@ -114,19 +114,18 @@ class ChunkedLayout(FlatLayout):
         """Whether the flat parameter is the shards, one after the other."""
         return self.world_size == 1 or len(self._sizes) == 1
 
-    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat parameter: its pieces, by rank."""
         parts = flat.split([size * self.world_size for size in self._sizes])
         return [part.view(self.world_size, -1) for part in parts]
 
-    def copying_from_shards(self, shards: torch.Tensor, flat: torch.Tensor) -> Callable[[], object]:
-        """A function that fills a flat parameter with the shards of all ranks, one after the other."""
-        source = shards.view(self.world_size, -1)
-        return partial(torch.split_with_sizes_copy, source, self._sizes, 1, out=self._pieces(flat))
+    def copying_from_shards(self, shards: torch.Tensor, pieces: list[torch.Tensor]) -> Callable[[], object]:
+        """A function that fills the pieces of a flat parameter with the shards of all ranks, one after the other."""
+        return partial(torch.split_with_sizes_copy, shards.view(self.world_size, -1), self._sizes, 1, out=pieces)
 
     def copy_to_shards(self, flat: torch.Tensor, shards: torch.Tensor) -> None:
         """The other way round."""
-        torch.cat(self._pieces(flat), 1, out=shards.view(self.world_size, -1))
+        torch.cat(self.pieces(flat), 1, out=shards.view(self.world_size, -1))
 
     def over(self, mesh: DataParallelMesh) -> DataParallelMesh:
         """The mesh for a flat parameter with this layout."""
@@ -166,9 +165,15 @@ class ChunkTransport(TransportWrapper):
         return self.inner.exact
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        return self._gather(whole, self.layout.pieces(whole), shard, label)
+
+    def prepared_all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Callable[[], Work]:
+        return partial(self._gather, whole, self.layout.pieces(whole), shard, label)
+
+    def _gather(self, whole: torch.Tensor, pieces: list[torch.Tensor], shard: torch.Tensor, label: Label) -> Work:
         shards = torch.empty_like(whole)
         work = self.inner.all_gather(shards, shard, label)
-        return finish_with(work, whole.device, self.layout.copying_from_shards(shards, whole))
+        return finish_with(work, whole.device, self.layout.copying_from_shards(shards, pieces))
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
         shards = self.layout.as_shards(whole)
@@ -181,7 +186,7 @@ class ChunkTransport(TransportWrapper):
         shards = None if whole is None else torch.empty_like(whole)
         self.inner.gather(shards, part, ranges, is_everywhere, label)
         if whole is not None and shards is not None:
-            self.layout.copying_from_shards(shards, whole)()
+            self.layout.copying_from_shards(shards, self.layout.pieces(whole))()
 
 
 def _nothing() -> None: ...
