@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from .._torch import is_destroyed
 from ..errors import MisuseTypeError
 from ..extension import (
     DataParallelMesh,
@@ -128,7 +129,7 @@ def separate(module: nn.Module, enable: bool) -> None:
 
 def _second_of(mesh: DataParallelMesh) -> dist.ProcessGroup:
     second = kept_for(mesh.shard_group, _Second)
-    if second.group is None:
+    if second.group is None or is_destroyed(second.group):
         ranks = dist.get_process_group_ranks(mesh.shard_group)
         made = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_compose_reduce_scatter")
         assert isinstance(made, dist.ProcessGroup), "this rank is in it"
@@ -144,8 +145,16 @@ def _present(module: nn.Module) -> tuple[dict[str, Any], dist.ProcessGroup | Non
     """What was set for a module's group: its comms, and the process group of its reduce-scatters."""
     state = get_state(module)
     comms, own = dict[str, Any](), None
+    found: list[Transport] = []
+
+    def look(transport: Transport, role: TransportRole) -> Transport:
+        if role is TransportRole.SHARDS:
+            found.append(transport.unrecorded)
+        return transport
+
     for handle in state._handles if state is not None else ():
-        transport = handle.mesh.transport.unrecorded
+        handle.mesh.with_transports(look)
+    for transport in found:
         if isinstance(transport, CustomComms):
             comms, transport = transport.comms, transport.inner
         if isinstance(transport, _OwnGroup):

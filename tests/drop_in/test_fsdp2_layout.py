@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.common_fsdp import check_sharded_parity
 
 import fsdp_compose
-from fsdp_compose import checkpoint, drop_in, functional_mode, record_collectives, summon_full_params
+from fsdp_compose import (
+    RaggedShard,
+    checkpoint,
+    drop_in,
+    functional_mode,
+    record_collectives,
+    set_wire_formats,
+    summon_full_params,
+)
 from fsdp_compose.checkpoint import StateDictOptions
 from fsdp_compose.drop_in.sharding import layout as chosen
 from fsdp_compose.optim import Muon
@@ -378,6 +388,99 @@ def test_flat_views_and_optimizers_of_matrices_train(world_size):
         for (name, param), other in zip(ours.named_parameters(), reference.parameters(), strict=True):
             tolerance = 2e-2 if make == "muon" else 1e-4
             torch.testing.assert_close(param.full_tensor(), other.data, rtol=tolerance, atol=tolerance, msg=name)
+
+
+class Rounded:
+    """An all-gather of the user."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+@pytest.mark.parametrize("how", ["wire", "custom", "separate", "both"])
+@distributed(world_size=(2, 3))
+def test_what_is_put_around_transports_sees_shards(how, world_size):
+    ours, _, reference = three()
+    if how == "wire":
+        set_wire_formats(ours, all_gather="bf16")
+    for module in (ours.a, ours.b, ours):
+        if how in ("custom", "both"):
+            module.set_custom_all_gather(Rounded())
+    if how in ("separate", "both"):
+        ours.set_separate_reduce_scatter_group()
+    optimizers = [adamw(model.parameters()) for model in (ours, reference)]
+    for number in range(3):
+        for model, optimizer, x in zip((ours, reference), optimizers, (mine(data(number)), data(number)), strict=True):
+            step(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    tolerance = 3e-2 if how == "wire" else 1e-5
+    for param, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), other.data, rtol=tolerance, atol=tolerance)
+
+
+@distributed(world_size=(2, 3))
+def test_torchs_own_check_of_parity_holds_also_after_an_interrupted_iteration(world_size):
+    ours, _, reference = three()
+    step(ours, mine(data(0)))
+    hook = ours.b.register_forward_hook(interrupt)
+    with pytest.raises(ArithmeticError):
+        ours(mine(data(1)))
+    hook.remove()
+    ours.zero_grad()
+    twin = copy.deepcopy(ours)
+    for model in (ours, twin):
+        step(model, mine(data(2)))
+    step(reference, data(2))
+    for model in (ours, twin):
+        check_sharded_parity(_Close(), reference, model)
+
+
+def interrupt(*_: Any) -> None:
+    raise ArithmeticError
+
+
+class _Close(unittest.TestCase):
+    def assertEqual(self, first: Any, second: Any, msg: Any = None) -> None:
+        if isinstance(first, torch.Tensor):
+            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+        else:
+            super().assertEqual(first, second, msg)
+
+
+class Gathering(torch.Tensor):
+    """Has an all-gather of its own."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.as_subclass(torch.Tensor),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+
+@distributed(world_size=3)
+def test_scalars_and_classes_with_an_all_gather_of_their_own_have_their_place():
+    torch.manual_seed(0)
+    reference: Any = nn.Linear(5, 7)
+    reference.scale = nn.Parameter(torch.tensor(2.0))
+    ours = copy.deepcopy(reference)
+    ours.weight = nn.Parameter(ours.weight.data.as_subclass(Gathering))
+    for model in (ours, reference):
+        model.register_forward_hook(lambda module, _, output: output * module.scale)
+    with layout():
+        drop_in.fully_shard(ours)
+    assert ours.weight.placements == ours.bias.placements == (Shard(0),)
+    assert ours.weight.to_local().shape == ((3, 3, 1)[dist.get_rank()], 5)
+    assert isinstance(ours.scale.placements[0], RaggedShard)  # FSDP2 refuses it
+    step(ours, mine(data(0)))
+    step(reference, data(0))
+    for param, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
 @distributed(world_size=2)

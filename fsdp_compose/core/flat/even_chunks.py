@@ -165,12 +165,14 @@ class ChunkTransport(TransportWrapper):
         return self.inner.exact
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        return self._gather(whole, self.layout.pieces(whole), shard, label)
+        return self._gather(whole, [], shard, label)
 
     def prepared_all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Callable[[], Work]:
-        return partial(self._gather, whole, self.layout.pieces(whole), shard, label)
+        return partial(self._gather, whole, [], shard, label)
 
     def _gather(self, whole: torch.Tensor, pieces: list[torch.Tensor], shard: torch.Tensor, label: Label) -> Work:
+        if not pieces:  # only now there is memory to view
+            pieces += self.layout.pieces(whole)
         shards = torch.empty_like(whole)
         work = self.inner.all_gather(shards, shard, label)
         return finish_with(work, whole.device, self.layout.copying_from_shards(shards, pieces))
