@@ -36,12 +36,12 @@ from .core.comm import TransportWrapper as TransportWrapper
 from .core.comm import WireFormat as WireFormat
 from .core.comm import Work as Work
 from .core.comm import default_mesh as default_mesh
-from .core.comm import fail_together as fail_together
 from .core.comm import finish_with as finish_with
 from .core.comm import first_difference as first_difference
 from .core.comm import kept_for as kept_for
 from .core.comm import meet as meet
 from .core.comm import noticing_loss as noticing_loss
+from .core.comm import second_group as second_group
 from .core.comm import stay_on_cpu as stay_on_cpu
 from .core.comm import streams_of as streams_of
 from .core.comm import transport_of as transport_of

@@ -10,19 +10,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .._torch import is_destroyed
 from ..errors import MisuseTypeError
 from ..extension import (
-    DataParallelMesh,
     Label,
     Transport,
     TransportRole,
     TransportWrapper,
     Work,
-    fail_together,
     finish_with,
     get_state,
-    kept_for,
+    second_group,
     set_transport,
     transport_of,
 )
@@ -113,29 +110,12 @@ class _OwnGroup(TransportWrapper):
         return self if inner is self.inner and other is self.other else _OwnGroup(inner, other)
 
 
-class _Second:
-    """The second process group of some ranks."""
-
-    group: dist.ProcessGroup | None = None
-
-
 def separate(module: nn.Module, enable: bool) -> None:
     """Let the module's own group do its reduce-scatters over a process group of their own, or no longer."""
     state = get_state(module)
     if state is None or not state._handles or state.mesh.shard_world_size == 1:
         return
-    _set(module, _present(module)[0], _second_of(state.mesh) if enable else None)
-
-
-def _second_of(mesh: DataParallelMesh) -> dist.ProcessGroup:
-    second = kept_for(mesh.shard_group, _Second)
-    if second.group is None or is_destroyed(second.group):
-        ranks = dist.get_process_group_ranks(mesh.shard_group)
-        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_compose_reduce_scatter")
-        assert isinstance(made, dist.ProcessGroup), "this rank is in it"
-        fail_together([mesh.peers, mesh.shard_group, made])
-        second.group = made
-    return second.group
+    _set(module, _present(module)[0], second_group(state.mesh) if enable else None)
 
 
 # ---- Both together

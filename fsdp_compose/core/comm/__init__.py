@@ -23,7 +23,6 @@ from .control_exchange import ControlExchange as ControlExchange
 from .control_exchange import maximum_of_all_ranks as maximum_of_all_ranks
 from .failure import all_reduce as all_reduce
 from .failure import class_of_failure as class_of_failure
-from .failure import fail_together as fail_together
 from .failure import failure_of as failure_of
 from .failure import give_up as give_up
 from .mesh import DataParallelMesh as DataParallelMesh
@@ -34,6 +33,7 @@ from .mesh import device_of_mesh as device_of_mesh
 from .mesh import joined_mesh as joined_mesh
 from .mesh import mesh_of_this_rank as mesh_of_this_rank
 from .mesh import replicated_mesh as replicated_mesh
+from .mesh import second_group as second_group
 from .mesh import stay_on_cpu as stay_on_cpu
 from .mesh import transport_of as transport_of
 from .store import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
