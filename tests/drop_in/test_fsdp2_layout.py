@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -31,7 +32,6 @@ from fsdp_compose import (
     set_wire_formats,
     summon_full_params,
 )
-from fsdp_compose.checkpoint import StateDictOptions
 from fsdp_compose.drop_in.sharding import layout as chosen
 from fsdp_compose.optim import Muon
 from fsdp_compose.sync import apply_changes, changed_since, full_parameters, snapshot_parameters
@@ -289,6 +289,41 @@ def test_a_checkpoint_does_not_know_the_layout(world_size, tmp_path_factory=None
     theirs.load_state_dict(state["model"])
     assert_same_shards(models[2], theirs)
     step(models[2], mine(data(5)))
+
+
+@pytest.mark.parametrize("how", ["assigned", "copied", "from_rank0"])
+@distributed(world_size=(2, 3))
+def test_a_model_made_on_the_meta_device_is_filled(how, world_size):
+    torch.manual_seed(0)
+    reference: Any = Uneven()
+    with torch.device("meta"):
+        model: Any = Uneven()
+    with layout():
+        for module in (model.a, model):
+            drop_in.fully_shard(module)
+    whole = reference.state_dict()
+    if how == "from_rank0":
+        model.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, whole if dist.get_rank() == 0 else {}, options=options)
+    else:
+        if how == "copied":
+            model.to_empty(device="cpu")
+        sharded = {
+            name: distribute_tensor(whole[name], param.device_mesh, param.placements)
+            for name, param in model.named_parameters()
+        }
+        assert {type(value) for value in sharded.values()} == {DTensor}
+        model.load_state_dict(sharded, assign=how == "assigned")
+    optimizers = [adamw(item.parameters()) for item in (model, reference)]
+    for number in range(2):
+        for item, optimizer, x in zip((model, reference), optimizers, (mine(data(number)), data(number)), strict=True):
+            step(item, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert param.placements == (Shard(0),)
+        torch.testing.assert_close(param.full_tensor(), other.data, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("style", ["columns", "rows"])
