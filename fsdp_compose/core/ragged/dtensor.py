@@ -38,7 +38,7 @@ from ...errors import MisuseRuntimeError
 from ..comm import Label, device_for, transport_of
 from .gather import DifferentiableGather, refuse_transforms
 from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, note_write_of_all_ranks, parameter_owners, requires_grad_writes
-from .placement import RaggedShard, RaggedSpec
+from .placement import EVEN_CHUNKS, RaggedShard, RaggedSpec
 
 # ---- How ``torch.distributed.checkpoint`` saves and loads a tensor of which each rank holds one range: as boxes
 
@@ -600,7 +600,7 @@ def _from_local(
         raise ValueError(
             f"DTensor.from_local(): got a local tensor of shape {tuple(local.shape)}; a tensor of shape "
             f"{tuple(spec.shape)} placed {list(placements)} has a local tensor of shape {spec.local_shape} on rank "
-            f"{spec.rank}"
+            f"{spec.rank}. {EVEN_CHUNKS}"
         )
     # Contiguous, like everything that a RaggedDTensor holds; and a fresh tensor, which autograd requires.
     local = local.contiguous()

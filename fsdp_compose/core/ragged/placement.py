@@ -173,6 +173,12 @@ def _clipped(piece: tuple[int, int], first: int, start: int, stop: int) -> list[
 _MOST_COUNTS_IN_WORDS = 16  # with more ranks, pieces are shorter
 
 
+EVEN_CHUNKS = (
+    "Code that computes a rank's rows by itself is right under fsdp_compose.drop_in.install(layout='fsdp2'), which "
+    "gives every rank FSDP2's even chunks"
+)
+
+
 class RaggedShard(Shard):
     """Rank ``r`` of the mesh dimension holds ``counts[r]`` consecutive units of the tensor.
 
@@ -309,8 +315,7 @@ class RaggedShard(Shard):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"stock DTensor cannot redistribute {self!r}; use RaggedDTensor.redistribute(). Code that reckons with "
-            "even chunks gets them under fsdp_compose.drop_in.install(layout='fsdp2')"
+            f"stock DTensor cannot redistribute {self!r}; use RaggedDTensor.redistribute(). {EVEN_CHUNKS}"
         )
 
     _split_tensor = _select_split_tensor = _shard_tensor = _reduce_shard_tensor = _refuse
