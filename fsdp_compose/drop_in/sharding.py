@@ -90,15 +90,24 @@ class Layout:
 
     is_fsdp2 = False
 
-    def check(self, modules: Iterable[nn.Module], placements: dict[nn.Parameter, Any]) -> None:
-        """Raise ValueError about what FSDP2's layout does not have here."""
-        for fqn, param in [item for module in modules for item in module.named_parameters()] if self.is_fsdp2 else ():
+    def check(
+        self, modules: Iterable[nn.Module], params: Iterable[nn.Parameter], placements: dict[nn.Parameter, Any]
+    ) -> None:
+        """Raise ValueError about those of ``params``, in ``modules``, that FSDP2's layout does not have here."""
+        named = [item for module in modules for item in module.named_parameters()] if self.is_fsdp2 else []
+        concerned = {*params}
+        for fqn, param in [item for item in named if item[1] in concerned]:
             wanted = getattr(placements.get(param), "placement", placements.get(param))
             if isinstance(wanted, Shard) and wanted.dim % max(param.ndim, 1):
                 raise MisuseError(
                     f"fully_shard(shard_placement_fn=...): {fqn}, of shape {tuple(param.shape)}, is to be placed "
                     f"{wanted!r}: layout='fsdp2' cuts dim 0 only. Return Shard(0) or None; or leave layout out, and "
                     "boundaries fall between indices of that dimension"
+                )
+            if not is_split_evenly(param):
+                raise MisuseError(
+                    f"fully_shard(): tensor parallelism splits {fqn}, of shape {tuple(param.shape)}, unevenly, so the "
+                    "chunks would differ between ranks: choose a size that they divide, or leave layout='fsdp2' out"
                 )
 
 
@@ -172,7 +181,7 @@ def fully_shard(
         params = _unsharded_params(modules, ignored)
         placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
         shard_numel = sum(param.numel() for param in params) / mesh.size(mesh.ndim - 1)
-        layout.check(modules, placements)
+        layout.check(modules, params, placements)
         options["granularity"] = _granularity(placements, shard_numel)
         options |= {"strategy": "ddp"} if is_replicated else {"reshard_after_forward": reshard_after_forward}
         groups = [

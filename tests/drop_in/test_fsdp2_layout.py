@@ -547,6 +547,10 @@ def test_it_is_chosen_by_install_and_refuses_what_it_does_not_have():
             assert model.bias._local_tensor.shape == (2,)
             with pytest.raises(ValueError, match=r"weight, of shape \(7, 5\).*Shard\(dim=1\).*Return Shard\(0\)"):
                 drop_in.fully_shard(nn.Linear(5, 7), shard_placement_fn=lambda _: Shard(1))
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            uneven = parallelize_module(nn.Linear(5, 7), mesh["tp"], ColwiseParallel())
+            with pytest.raises(ValueError, match=r"splits weight, of shape \(7, 5\), unevenly.*layout='fsdp2'"):
+                drop_in.fully_shard(uneven, mesh=mesh["dp"])
             with pytest.raises(ValueError, match="expected 'flat' or 'fsdp2'"):
                 drop_in.install(layout="rows")  # type: ignore[arg-type]
         finally:
