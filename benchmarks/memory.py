@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from models import GPT, parameter_bytes
 from report import column
-from systems import FSDP1, FSDP2, NO_COPIES, OURS, PLAIN, PRECISIONS, wrap
+from systems import FSDP1, FSDP2, IN_CHUNKS, NO_COPIES, OURS, PLAIN, PRECISIONS, wrap
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RESHARDING = {"default": True, "never": False}
@@ -131,8 +131,8 @@ def measure(base: GPT, tokens: torch.Tensor, world_size: int, precisions: Iterab
         block_bytes = block_numel * (PRECISIONS[precision].param_dtype or torch.float32).itemsize
         for resharding in RESHARDING:
             counted = {}
-            for system in (PLAIN, FSDP1, FSDP2, NO_COPIES, OURS, *[f"{OURS}, {limit}" for limit in LIMITS]):
-                if system in (FSDP1, FSDP2, NO_COPIES, OURS) or resharding == "default":
+            for system in (PLAIN, FSDP1, FSDP2, NO_COPIES, OURS, IN_CHUNKS, *[f"{OURS}, {limit}" for limit in LIMITS]):
+                if system in (FSDP1, FSDP2, NO_COPIES, OURS, IN_CHUNKS) or resharding == "default":
                     counted[system] = peaks(base, system, precision, resharding, tokens)
             for system, (forward, step, left) in counted.items():
                 reference = counted[FSDP2]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose
+from fsdp_compose.extension import even_chunks
 
 FLAT_MESH, HYBRID_MESH, TENSOR_MESH = "flat", "hybrid", "tensor"  # how ``wrap`` lays out the ranks
 DDP, FSDP1, FSDP2, OURS, PLAIN = "DDP", "FSDP1", "FSDP2", "fsdp_compose", "plain"
@@ -30,6 +33,7 @@ DDP, FSDP1, FSDP2, OURS, PLAIN = "DDP", "FSDP1", "FSDP2", "fsdp_compose", "plain
 # written; and, in addition, shards are gathered from where they lie.
 NO_COPY_OUT, NO_COPIES = "FSDP2 without copy-out", "FSDP2 without copies"
 OURS_REPLICATE, TORCH_REPLICATE = "fsdp_compose replicate", "torch replicate"
+IN_CHUNKS = "fsdp_compose in FSDP2's layout"  # as after drop_in.install(layout="fsdp2")
 FLAT = " flat"  # behind the name of one of ours: the optimizer has flat views
 
 
@@ -97,6 +101,11 @@ def ours_flat(base: nn.Module, mixed_precision: bool = False) -> Trained:
     return model, _optimizer(fsdp_compose.flat_parameters(model))
 
 
+def in_chunks(base: nn.Module, mixed_precision: bool = False) -> Trained:
+    """fsdp_compose's fully_shard, with FSDP2's even chunks."""
+    return _with_optimizer(wrap(copy.deepcopy(base), IN_CHUNKS, _precision(mixed_precision)))
+
+
 SYSTEMS: dict[str, System] = {
     PLAIN: plain,
     FSDP1: fsdp1,
@@ -106,6 +115,7 @@ SYSTEMS: dict[str, System] = {
     NO_COPIES: fsdp2_without_copies,
     OURS: ours,
     "fsdp_compose flat": ours_flat,
+    IN_CHUNKS: in_chunks,
 }
 
 
@@ -155,7 +165,11 @@ def wrap(
     return _fully_shard_each_block(model, LIBRARIES[system], precision, reshard, **of_root)
 
 
-LIBRARIES = {FSDP2: torch_fsdp, OURS: fsdp_compose}
+_IN_CHUNKS = SimpleNamespace(
+    fully_shard=partial(fsdp_compose.fully_shard, granularity=even_chunks),
+    MixedPrecisionPolicy=fsdp_compose.MixedPrecisionPolicy,
+)
+LIBRARIES: dict[str, Any] = {FSDP2: torch_fsdp, OURS: fsdp_compose, IN_CHUNKS: _IN_CHUNKS}
 
 
 def _fsdp1(model: nn.Module, precision: Precision, use_orig_params: bool, reshard: bool = True) -> nn.Module:

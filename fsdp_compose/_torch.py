@@ -54,6 +54,8 @@ from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as _shape_and_offset
+from torch.distributed.tensor.placement_types import Shard as _Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
@@ -133,6 +135,7 @@ __all__ = [
     "is_listened_to",
     "is_part_of_multi_grad_hook",
     "is_profiling",
+    "is_shard_of_rows",
     "is_swapping_tensors",
     "is_wrapper",
     "loads_as_torch",
@@ -157,6 +160,7 @@ __all__ = [
     "register_work",
     "renew_hooks",
     "root_mesh",
+    "rows_within",
     "same_storage",
     "saves_as_torch_module",
     "set_group_timeout",
@@ -831,14 +835,27 @@ def wrapper_under_construction() -> tuple[str, nn.Module] | None:
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """The name of the child that ``module``, if it is a wrapper of torch's (data parallel, compiled, checkpointed), has
-    taken the place of."""
+    """The name of the child that ``module`` has taken the place of, if it is a wrapper of torch's (data parallel,
+    compiled, checkpointed), or says so itself, by the method whose name ``torch.distributed.checkpoint`` knows."""
+    if hasattr(type(module), "_fqn_modifiers"):
+        hidden: str | None = next(iter(module._fqn_modifiers().values()), None)  # type: ignore[operator]
+        return hidden
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module"
     if isinstance(module, CheckpointWrapper):
         return "_checkpoint_wrapped_module"
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and without it nothing is compiled
     return "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
+
+
+def is_shard_of_rows(placement: object) -> bool:
+    """Whether a stock placement shards dim 0, within what other mesh dimensions leave or not."""
+    return isinstance(placement, (_Shard, _StridedShard)) and placement.dim == 0
+
+
+def rows_within(num_parts: int) -> Any:
+    """The stock placement that shards the rows of each of so many parts, which another mesh dimension has made."""
+    return _StridedShard(0, split_factor=num_parts) if num_parts > 1 else _Shard(0)
 
 
 def default_store() -> dist.Store:

@@ -41,6 +41,7 @@ from .core.comm import first_difference as first_difference
 from .core.comm import kept_for as kept_for
 from .core.comm import meet as meet
 from .core.comm import noticing_loss as noticing_loss
+from .core.comm import second_group as second_group
 from .core.comm import stay_on_cpu as stay_on_cpu
 from .core.comm import streams_of as streams_of
 from .core.comm import transport_of as transport_of
@@ -59,6 +60,7 @@ from .core.flat import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .core.flat import TensorParallel as TensorParallel
 from .core.flat import annotations_on as annotations_on
 from .core.flat import as_ours as as_ours
+from .core.flat import even_chunks as even_chunks
 from .core.flat import handle_of as handle_of
 from .core.flat import handle_of_segment as handle_of_segment
 from .core.flat import is_annotated as is_annotated

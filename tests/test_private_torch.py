@@ -1854,6 +1854,21 @@ def test_wrapped_child():
         assert name is not None and wrapper._modules[name] is linear
 
 
+def test_is_shard_of_rows():
+    for placement in (Shard(0), _torch.rows_within(2)):
+        assert _torch.is_shard_of_rows(placement)
+    for other in (Shard(1), Replicate(), Partial(), None):
+        assert not _torch.is_shard_of_rows(other)
+
+
+def test_rows_within():
+    assert _torch.rows_within(1) == Shard(0)
+    with fake_process_group(rank=1, world_size=4):  # rank 0, 1 of the second dimension
+        mesh = init_device_mesh("cpu", (2, 2))
+        places = [_torch.rows_within(2), Shard(0)]
+        assert _torch.compute_local_shape_and_global_offset((8, 3), mesh, places) == ((2, 3), (4, 0))
+
+
 def test_IncompatibleKeys():
     result = nn.Linear(1, 1).load_state_dict({"zzz": torch.ones(1)}, strict=False)
     assert type(result) is _torch.IncompatibleKeys

@@ -1,7 +1,9 @@
-"""FSDP2's ``AllGather`` and ``ReduceScatter``, objects of the user that do a group's collectives."""
+"""FSDP2's ``AllGather`` and ``ReduceScatter``, objects of the user that do a group's collectives, and its process
+group for reduce-scatters alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +11,18 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ..errors import MisuseTypeError
-from ..extension import Label, Transport, TransportRole, TransportWrapper, Work, finish_with, get_state, set_transport
+from ..extension import (
+    Label,
+    Transport,
+    TransportRole,
+    TransportWrapper,
+    Work,
+    finish_with,
+    get_state,
+    second_group,
+    set_transport,
+    transport_of,
+)
 
 GATHER, REDUCE = "all-gather", "reduce-scatter"
 
@@ -66,13 +79,78 @@ def set_comm(module: nn.Module, kind: str, comm: Any) -> None:
             f"set_custom_{kind.replace('-', '_')}(): expected an object like torch's {what}, with a "
             f"method allocate(), that can be called; got {comm!r}"
         )
+    _set(module, {**_present(module)[0], kind: comm}, _present(module)[1])
+
+
+# ---- A process group for reduce-scatters alone
+
+
+class _OwnGroup(TransportWrapper):
+    """Sends reduce-scatters over another process group of the same ranks."""
+
+    def __init__(self, inner: Transport, other: Transport) -> None:
+        super().__init__(inner)
+        self.other = other
+        self.name = f"{inner.unrecorded.name}, reduce-scatters in a group of their own"
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        return self.other.reduce_scatter(shard, whole, is_average, label)
+
+    def over(self, change: Callable[[Transport], Transport]) -> Transport:
+        return self._around(self.inner.over(change), self.other.over(change))
+
+    @property
+    def unrecorded(self) -> Transport:
+        return self._around(self.inner.unrecorded, self.other.unrecorded)
+
+    def among(self, peers: dist.ProcessGroup) -> Transport:
+        return self._around(self.inner.among(peers), self.other.among(peers))
+
+    def _around(self, inner: Transport, other: Transport) -> Transport:
+        return self if inner is self.inner and other is self.other else _OwnGroup(inner, other)
+
+
+def separate(module: nn.Module, enable: bool) -> None:
+    """Let the module's own group do its reduce-scatters over a process group of their own, or no longer."""
     state = get_state(module)
-    comms: dict[str, Any] = {kind: comm}
+    if state is None or not state._handles or state.mesh.shard_world_size == 1:
+        return
+    _set(module, _present(module)[0], second_group(state.mesh) if enable else None)
+
+
+# ---- Both together
+
+
+def _present(module: nn.Module) -> tuple[dict[str, Any], dist.ProcessGroup | None]:
+    """What was set for a module's group: its comms, and the process group of its reduce-scatters."""
+    state = get_state(module)
+    comms, own = dict[str, Any](), None
+    found: list[Transport] = []
+
+    def look(transport: Transport, role: TransportRole) -> Transport:
+        if role is TransportRole.SHARDS:
+            found.append(transport.unrecorded)
+        return transport
+
     for handle in state._handles if state is not None else ():
-        if isinstance(present := handle.mesh.transport.unrecorded, CustomComms):
-            comms = {**present.comms, kind: comm}
+        handle.mesh.with_transports(look)
+    for transport in found:
+        if isinstance(transport, CustomComms):
+            comms, transport = transport.comms, transport.inner
+        if isinstance(transport, _OwnGroup):
+            own = transport.other.group
+    return comms, own
+
+
+def _set(module: nn.Module, comms: dict[str, Any], own: dist.ProcessGroup | None) -> None:
+    state = get_state(module)
+    assert state is not None, "it is sharded"
 
     def wrap(transport: Transport, role: TransportRole) -> Transport:
-        return CustomComms(transport, comms) if role is TransportRole.SHARDS else transport
+        if role is not TransportRole.SHARDS:
+            return transport
+        if own is not None:
+            transport = _OwnGroup(transport, transport_of(own, state.mesh.device, state.mesh.peers))
+        return CustomComms(transport, comms) if comms else transport
 
     set_transport(module, wrap, recurse=False)

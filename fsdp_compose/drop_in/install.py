@@ -13,15 +13,17 @@ import logging
 import sys
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn as nn
 
+from .._arguments import checked
 from .._torch import fsdp2
-from ..errors import MisuseRuntimeError
+from ..errors import MisuseError, MisuseRuntimeError
 from ..extension import get_state, register_forward_method
 from .module import FSDPModule, share_comm_ctx
 from .sharding import fully_shard
+from .sharding import layout as chosen
 
 _OURS: dict[str, Any] = {  # by their names in FSDP2
     "fully_shard": fully_shard,
@@ -37,7 +39,8 @@ _rebound: list[tuple[ModuleType, str, Any]] = []
 _log = logging.getLogger("fsdp_compose")
 
 
-def install() -> list[str]:
+@checked(layout="'flat', 'fsdp2' or None")
+def install(*, layout: Literal["flat", "fsdp2"] | None = None) -> list[str]:
     """Rebind FSDP2's functions to those of ``fsdp_compose.drop_in`` in this process, for code that you cannot edit and
     that has no other way in.
 
@@ -45,10 +48,17 @@ def install() -> list[str]:
     module derives something from them at import time (transformers' loader), call ``install()`` again. Local: no
     communication.
 
+    Args:
+        layout: how ``drop_in.fully_shard`` lays out parameters from now on. ``"flat"``, the default: one after the
+            other in a flat parameter, with unequal parts. ``"fsdp2"``: every rank holds FSDP2's even chunk of every
+            parameter, placed ``Shard(0)``, for code that computes rows by itself; each collective then costs one copy.
+            ``None``: as before. The same on all ranks.
+
     Returns:
         The names that this call has rebound, as "module.name", sorted; they are also logged (``fsdp_compose``, INFO).
 
     Raises:
+        ValueError: there is no such layout.
         RuntimeError: a model is already sharded, by FSDP2 or by ``fsdp_compose.fully_shard``; code that checks for an
             ``FSDPModule`` would not recognize it.
     """
@@ -56,6 +66,10 @@ def install() -> list[str]:
     _refuse_sharded("install", "FSDP2", theirs)
     without = [item for item in _all_modules() if get_state(item) is not None and not isinstance(item, FSDPModule)]
     _refuse_sharded("install", "fsdp_compose.fully_shard()", without)
+    if layout not in (None, "flat", "fsdp2"):
+        raise MisuseError(f"install(layout={layout!r}): expected 'flat' or 'fsdp2'")
+    if layout is not None:
+        chosen.is_fsdp2 = layout == "fsdp2"
     for name in _IMPORTED:
         importlib.import_module(name)
     ours = {id(getattr(fsdp2, name)): item for name, item in _OURS.items()} | _of_others()
@@ -91,6 +105,7 @@ def uninstall() -> list[str]:
     _refuse_sharded(
         "uninstall", "drop_in.fully_shard()", [item for item in _all_modules() if isinstance(item, FSDPModule)]
     )
+    chosen.is_fsdp2 = False
     back = _still_ours()
     for module, name, value in back:
         setattr(module, name, value)

@@ -20,7 +20,7 @@ from .._arguments import checked
 from .._torch import data_parallelism_of_torch, fsdp2_mesh_info
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..extension import UnshardHandle, _FSDPState, controls, get_state, states_to_run
-from .custom_comms import GATHER, REDUCE, set_comm
+from .custom_comms import GATHER, REDUCE, separate, set_comm
 
 # ---- Adapters for the private attributes of FSDP2's states that other packages read.
 #
@@ -191,6 +191,14 @@ class FSDPModule(fsdp.FSDPModule):
         """``fsdp_compose.set_keep_unsharded_storage``."""
         controls.set_keep_unsharded_storage(_module(self), keep, recurse=recurse)
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward gathers the parameters of this module's group. Not recursive. ``False`` saves an
+        all-gather where no gradient depends on them (an embedding). A backward that reads them all the same raises.
+        Ranks: all must set the same."""
+        if not isinstance(unshard_in_backward, bool):
+            raise MisuseTypeError(f"set_unshard_in_backward(): expected True or False, got {unshard_in_backward!r}")
+        _state(_module(self)).set_options(gathers_in_backward=unshard_in_backward)
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """``fsdp_compose.set_modules_to_forward_prefetch``."""
         controls.set_modules_to_forward_prefetch(_module(self), modules)
@@ -282,9 +290,6 @@ class FSDPModule(fsdp.FSDPModule):
 
     # ---- methods without effect: results are the same
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Do nothing: backward always gathers."""
-
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Do nothing: all-gathers wait for all earlier work on the compute stream."""
 
@@ -301,11 +306,6 @@ class FSDPModule(fsdp.FSDPModule):
         """Do nothing: prefetches are asynchronous if the backend is."""
 
     # ---- unsupported ways of communicating: same results, with a warning
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Warn: reductions go over the mesh's process group."""
-        if enable:
-            _without_effect("set_separate_reduce_scatter_group", "reductions go over the mesh's process group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Warn: collectives use the parameters' own memory."""
@@ -329,6 +329,23 @@ class FSDPModule(fsdp.FSDPModule):
         """Let ``comm`` do the reduce-scatters of this module's group, in memory that it allocates. Not recursive.
         Ranks: all."""
         set_comm(_module(self), REDUCE, comm)
+
+    @checked()
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Let reduce-scatters go over a process group of their own, so that a backend which does one collective of a
+        group at a time can gather meanwhile. Ranks: all."""
+        module = _module(self)
+        for item in module.modules() if recurse else [module]:
+            if isinstance(item, FSDPModule):
+                separate(item, enable)
+
+    def set_all_gather_input_fn(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: torch 2.15 does not have it yet, and flat parameters are gathered as a whole."""
+        raise NotImplementedError(
+            "set_all_gather_input_fn(): the parameters of a group are gathered as one flat tensor, so no function sees "
+            "them one by one: use fsdp_compose.set_transport(), which sees the flat tensor, or a tensor subclass with "
+            "fsdp_pre_all_gather()"
+        )
 
     # ---- private, but read by other packages
 

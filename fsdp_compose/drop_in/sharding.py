@@ -33,6 +33,7 @@ from ..extension import (
     check_ignored,
     check_modules,
     default_mesh,
+    even_chunks,
     get_state,
     is_annotated,
     is_split_evenly,
@@ -79,6 +80,39 @@ def own_policy(given: object) -> _OwnPolicy:
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
 
+
+class Layout:
+    """How the next groups are laid out.
+
+    Attributes:
+        is_fsdp2: each rank holds a chunk of every parameter.
+    """
+
+    is_fsdp2 = False
+
+    def check(
+        self, modules: Iterable[nn.Module], params: Iterable[nn.Parameter], placements: dict[nn.Parameter, Any]
+    ) -> None:
+        """Raise ValueError about those of ``params``, in ``modules``, that FSDP2's layout does not have here."""
+        named = [item for module in modules for item in module.named_parameters()] if self.is_fsdp2 else []
+        concerned = {*params}
+        for fqn, param in [item for item in named if item[1] in concerned]:
+            wanted = getattr(placements.get(param), "placement", placements.get(param))
+            if isinstance(wanted, Shard) and wanted.dim % max(param.ndim, 1):
+                raise MisuseError(
+                    f"fully_shard(shard_placement_fn=...): {fqn}, of shape {tuple(param.shape)}, is to be placed "
+                    f"{wanted!r}: layout='fsdp2' cuts dim 0 only. Return Shard(0) or None; or leave layout out, and "
+                    "boundaries fall between indices of that dimension"
+                )
+            if not is_split_evenly(param):
+                raise MisuseError(
+                    f"fully_shard(): tensor parallelism splits {fqn}, of shape {tuple(param.shape)}, unevenly, so the "
+                    "chunks would differ between ranks: choose a size that they divide, or leave layout='fsdp2' out"
+                )
+
+
+layout = Layout()
+
 _NO_POLICY, _NO_OFFLOADING = MixedPrecisionPolicy(), OffloadPolicy()
 PlacementFn = Callable[[nn.Parameter], Any]  # to Shard, None, or torch's ShardPlacementResult
 
@@ -99,7 +133,8 @@ def fully_shard(
 
     As in FSDP2, shard boundaries fall between rows (indices of dim 0), unless a single row is longer than a rank's
     shard of the group. But the rows that a rank holds differ: the parameters of a group lie one after the other, so a
-    small parameter may be whole on one rank. ``p.placements`` and ``p.to_local()`` show it.
+    small parameter may be whole on one rank. ``p.placements`` and ``p.to_local()`` show it. After
+    ``install(layout="fsdp2")`` each rank has FSDP2's rows.
 
     Ranks: as for ``fsdp_compose.fully_shard``. If there is neither a ``mesh`` nor a process group, the call initializes
     the default process group, as under torchrun.
@@ -146,6 +181,7 @@ def fully_shard(
         params = _unsharded_params(modules, ignored)
         placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
         shard_numel = sum(param.numel() for param in params) / mesh.size(mesh.ndim - 1)
+        layout.check(modules, params, placements)
         options["granularity"] = _granularity(placements, shard_numel)
         options |= {"strategy": "ddp"} if is_replicated else {"reshard_after_forward": reshard_after_forward}
         groups = [
@@ -272,7 +308,9 @@ def _unsharded_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) 
 
 def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Granularity:
     """Return a granularity with boundaries between rows, or as ``placements`` says, where that is the same on all ranks
-    of a mesh for tensor parallelism."""
+    of a mesh for tensor parallelism; or that of FSDP2's layout, if ``install()`` was told so."""
+    if layout.is_fsdp2:
+        return even_chunks
 
     def granule(fqn: str, param: nn.Parameter) -> Granule | None:
         wanted = placements.get(param)

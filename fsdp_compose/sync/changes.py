@@ -523,6 +523,9 @@ def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_on
         elements = gather_elements(transport, own, form, not rank0_only, handle.label)
     if elements is None or (rank0_only and mesh.shard_rank):
         return nothing
+    if handle.layout.in_chunks:
+        positions, order = handle.layout.positions_in_range(elements.positions, span.indices).sort()
+        elements = Elements(positions, elements.values[order])
     # The part of each parameter that this rank's shard group has.
     starts = [handle.layout.params[i].offset - span.start for i in span.indices]
     parts: list[Elements | None] = [*elements.split([*starts, span.numel])]

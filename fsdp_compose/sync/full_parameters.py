@@ -241,6 +241,9 @@ class Span:
     def range_of(self, rank: int) -> Range:
         """Return the elements that a rank of the shard group holds, counted from ``start``."""
         shard = self.handle.layout.shard_numel
+        if self.handle.layout.in_chunks:
+            numel = self.numel // self.mesh.shard_world_size
+            return rank * numel, (rank + 1) * numel
         first, last = max(rank * shard, self.start), min((rank + 1) * shard, self.stop)
         return (first - self.start, max(first, last) - self.start) if first < self.stop else (self.numel, self.numel)
 
@@ -249,10 +252,8 @@ class Span:
 
     def own_in_shard(self) -> slice:
         """Return the elements of this rank's shard that are in the span."""
-        mesh = self.mesh
-        start, stop = self.range_of(mesh.shard_rank)
-        offset = self.start - mesh.shard_rank * self.handle.layout.shard_numel
-        return slice(start + offset, stop + offset) if stop > start else slice(0, 0)
+        start, stop = self.handle.layout.range_in_shard(self.start, self.stop, self.mesh.shard_rank)
+        return slice(start, stop) if stop > start else slice(0, 0)
 
     def write_own(self, out: torch.Tensor) -> None:
         """Write this rank's current elements into ``out``, which may have another dtype."""
@@ -260,18 +261,16 @@ class Span:
         if not handle.was_moved():
             out.copy_(handle.shard.detach()[self.own_in_shard()])
             return
-        first, _ = self.range_of(self.mesh.shard_rank)
         out.zero_()
         for i in self.indices:
-            part, param = handle.layout.local_shard(i, self.mesh.shard_rank), handle.layout.params[i]
-            begin = param.offset + part.param_start - self.start - first
+            part = handle.layout.local_shard(i, self.mesh.shard_rank)
+            begin = part.shard_start - self.own_in_shard().start
             if part.numel:
                 out[begin : begin + part.numel].copy_(local_elements(handle.sharded_params[i]).detach().reshape(-1))
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the gathered span ``flat``, one for each parameter (the part of this rank's shard group)."""
-        params = [self.handle.layout.params[i] for i in self.indices]
-        return [flat[p.offset - self.start :][: p.numel].view(p.shape) for p in params]
+        return self.handle.layout.views_of_range(flat, self.indices)
 
 
 def span_of(run: Run) -> Span:

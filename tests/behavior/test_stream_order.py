@@ -28,6 +28,7 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose.core.comm import Int8, Wire
+from fsdp_compose.core.flat.layout import even_chunks
 from fsdp_compose.core.flat.shard_storage import host_copies
 from fsdp_compose.core.group.registry import _get_fsdp_handles
 from fsdp_compose.core.runtime import untracked_writes
@@ -212,6 +213,12 @@ PROGRAMS: dict[str, Callable[[Clocks], object]] = {
     "wire": rounded,
     "wire, bf16": lambda clocks: rounded(clocks, mp_policy=BF16),
     "wire, hybrid": lambda clocks: rounded(clocks, mesh=hybrid_mesh()),
+    "even chunks": lambda clocks: plain(clocks, granularity=even_chunks),
+    "even chunks, bf16, without sync": lambda clocks: plain(
+        clocks, granularity=even_chunks, mp_policy=BF16, microbatches=2, unsynced=True
+    ),
+    "even chunks, offload": lambda clocks: plain(clocks, granularity=even_chunks, offload_policy=CPUOffloadPolicy()),
+    "even chunks, hybrid": lambda clocks: plain(clocks, granularity=even_chunks, mesh=hybrid_mesh()),
     "Muon": with_muon,
     "Muon, hybrid": lambda clocks: with_muon(clocks, mesh=hybrid_mesh(), over_replicas=True),
     "exceptions": interrupted,
@@ -245,8 +252,8 @@ WAITS = {
     "wait_event in to_host": ["offload"],
     "wait_event in _let_leave": ["offloaded inputs"],
     "wait_stream in to_device": ["offloaded inputs"],
-    "wait_event in wait": ["offloaded inputs", "offloaded inputs, dropped", "wire"],
-    "wait in finish_with": ["wire", "wire, bf16"],  # before decoding
+    "wait_event in wait": ["offloaded inputs", "offloaded inputs, dropped", "wire", "even chunks"],
+    "wait in finish_with": ["wire", "wire, bf16", "even chunks"],  # before decoding, before copying
     "wait in __init__": ["wire, hybrid"],  # between the two collectives of a sum over replicas
     "synchronize in synchronize": ["offload"],
     "synchronize in __del__": ["offloaded inputs"],

@@ -533,8 +533,6 @@ def test_what_is_not_there_says_so():
     with fake_process_group():
         model = drop_in.fully_shard(nn.Linear(4, 4))
         with pytest.warns(UserWarning, match="no effect"):
-            model.set_separate_reduce_scatter_group()
-        with pytest.warns(UserWarning, match="no effect"):
             model.set_symm_mem_for_comm()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

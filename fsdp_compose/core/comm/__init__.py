@@ -33,6 +33,7 @@ from .mesh import device_of_mesh as device_of_mesh
 from .mesh import joined_mesh as joined_mesh
 from .mesh import mesh_of_this_rank as mesh_of_this_rank
 from .mesh import replicated_mesh as replicated_mesh
+from .mesh import second_group as second_group
 from .mesh import stay_on_cpu as stay_on_cpu
 from .mesh import transport_of as transport_of
 from .store import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT

@@ -145,6 +145,14 @@ def _make(
     return make_group_of(ranks, name, timeout, like)
 
 
+def second_group(mesh: DataParallelMesh) -> dist.ProcessGroup:
+    """Another process group of the ranks that share shards, made once. Ranks: those."""
+    ranks, own = dist.get_process_group_ranks(mesh.shard_group), mesh.shard_group
+    second = group_of_ranks(ranks, like=own, is_simulated=mesh.is_simulated)
+    fail_together([mesh.peers, own, second])
+    return second
+
+
 # ---- The mesh of a group
 
 
@@ -194,7 +202,7 @@ class DataParallelMesh:
         replicas, parts = self.replica_transport, self.part_transport
         return replace(
             self,
-            transport=change(self.transport, TransportRole.SHARDS),
+            transport=self.transport.changed(lambda transport: change(transport, TransportRole.SHARDS)),
             replica_transport=None if replicas is None else change(replicas, TransportRole.REPLICAS),
             part_transport=None if parts is None else change(parts, TransportRole.PARTS),
         )

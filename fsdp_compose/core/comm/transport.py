@@ -245,6 +245,10 @@ class Transport:
         """A transport like this one, with ``change(transport)`` where it sends bytes."""
         return change(self)
 
+    def changed(self, change: Callable[[Transport], Transport]) -> Transport:
+        """``change(transport)``; or the same around it, for one that is a part of a layout."""
+        return change(self)
+
     def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """What every rank sees of ``part``, this rank's part, when it was gathered as ``dtype``; ``None``: unknown."""
         return part.to(dtype)

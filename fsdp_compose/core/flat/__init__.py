@@ -58,6 +58,7 @@ from .gradient import ShardedGradient as ShardedGradient
 from .gradient import are_untouched as are_untouched
 from .layout import FlatLayout as FlatLayout
 from .layout import Granule as Granule
+from .layout import even_chunks as even_chunks
 from .param_kind import ParameterKind as ParameterKind
 from .param_kind import Region as Region
 from .param_kind import check_class as check_class
@@ -128,6 +129,7 @@ else:
                 "refuse_written summary_of"
             ),
             "class_codecs": "",
+            "even_chunks": "",
             "unsharded_extension": "",
         },
     )

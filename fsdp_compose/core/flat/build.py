@@ -22,7 +22,7 @@ from ..ragged import RaggedSpec, note_write_of_all_ranks, parameter_owners, writ
 from .codecs import ParameterCodec
 from .flat_param import FlatParamHandle, handle_of
 from .gradient_hooks import GradientHooks
-from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
+from .layout import FlatLayout, ParamSpec, even_chunks, plan_equal_rows, plan_layout
 from .param_kind import ParameterKind, plain_tensor
 from .policy import CPUOffloadPolicy, Granularity
 from .shard_storage import ON_DEVICE, ShardStorage
@@ -180,7 +180,7 @@ def _new_handle(
         (part.shard_start, part.shard_start + part.numel, spec.local_shape)
         for part, spec in zip(layout.local_shards(mesh.shard_rank), specs, strict=True)
     ]
-    return FlatParamHandle(layout, mesh, kind, local_shards, own, storage), specs
+    return FlatParamHandle(layout, layout.over(mesh), kind, local_shards, own, storage), specs
 
 
 def _own_specs(sharded: nn.Parameter) -> tuple[DTensorSpec | None, Shown]:
@@ -205,7 +205,12 @@ def _plan(
     dtype, kind = managed[0].parameter.dtype, managed[0].kind
     if kind.codec.gathered_by is not None:
         assert len(managed) == 1, "its class gathers it by itself"
-        return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size)
+        fqn, shape = managed[0].fqn, tuple(managed[0].parameter.shape)
+        if granularity is even_chunks:
+            from .even_chunks import plan_chunks
+
+            return plan_chunks([ParamSpec(fqn, shape)], mesh.shard_world_size, 1)
+        return plan_equal_rows(fqn, shape, mesh.shard_world_size)
     dtypes = (dtype, kind.compute_dtype(dtype), kind.reduction_dtype(dtype), kind.gradient_dtype(dtype))
     alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
     specs: list[ParamSpec] = []
@@ -226,6 +231,10 @@ def _plan(
                 )
         specs.append(ParamSpec(item.fqn, largest, granule))
         shapes.append(local)
+    if granularity is even_chunks:
+        from .even_chunks import plan_chunks
+
+        return plan_chunks(specs, mesh.shard_world_size, alignment)
     return plan_layout(specs, mesh.shard_world_size, alignment).with_shapes(shapes)
 
 
@@ -321,4 +330,5 @@ def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
         for placement, sharded, spec in zip(handle.layout.params, handle.sharded_params, specs, strict=True)
     ]
     offsets = [placement.offset for placement in handle.layout.params]
-    return [*facts, {"elements per rank": handle.layout.shard_numel, "offsets": offsets}]
+    layout = {"elements per rank": handle.layout.shard_numel, "offsets": offsets}
+    return [*facts, layout | ({"layout": "even chunks"} if handle.layout.in_chunks else {})]

@@ -62,16 +62,15 @@ class FlatSegment:
         self.sharded_params, self.is_local = sharded_params, is_local
         self.is_whole = len(sharded_params) == len(layout.params)
         self._mesh, self._cut, self._is_stock = mesh, cut, self.is_whole and not cut and not among_cut
-        numel, last = layout.shard_numel, layout.params[sharded_params[-1]]
+        last = layout.params[sharded_params[-1]]
         begin, end = layout.params[sharded_params[0]].offset, last.offset + last.numel
-        if cut:  # with the padding: ranks may hold unequal parts of the last parameter
+        if cut or layout.in_chunks:  # with the padding: ranks may hold unequal parts of the last parameter
             following = layout.params[sharded_params.stop :]
             end = following[0].offset if following else layout.flat_numel
         if self.is_whole:
             begin, end = 0, layout.flat_numel
-        before = mesh.shard_rank * numel
         # Its range in the shard, in elements.
-        self.start, self.stop = min(max(begin - before, 0), numel), min(max(end - before, 0), numel)
+        self.start, self.stop = layout.range_in_shard(begin, end, mesh.shard_rank)
         self._shape = (prod([end - begin, *(tensor_mesh.size(dim) for tensor_mesh, dim in cut)]),)
         self._placement = RaggedShard(layout.counts_of(begin, end), flat=True)
         # For parameter.grad, a view of the flat gradient; None while that has no memory.

@@ -31,11 +31,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.tensor.placement_types import Placement
 
 from ..ragged import RaggedShard, RunLengths
+
+if TYPE_CHECKING:
+    from ..comm import DataParallelMesh
 
 # ---- Granules: the pieces of parameters that no shard boundary divides, converted from the user's notation to a number
 # of elements
@@ -90,6 +94,11 @@ def _block_stride(block: tuple[int, ...], shape: tuple[int, ...]) -> int:
         return 1
     size, inner = block[dim - len(shape)], math.prod(shape[dim + 1 :])
     return size * inner if dim == 0 or shape[dim] % size == 0 else shape[dim] * inner
+
+
+def even_chunks(_fqn: str, _param: torch.Tensor) -> Granule:
+    """The granularity of a group that is laid out as FSDP2 does it: see the file ``even_chunks``."""
+    return "rows"
 
 
 # ---- Planning
@@ -152,6 +161,8 @@ class FlatLayout:
     params: tuple[ParamPlacement, ...]
     granule_padding_numel: int
     """The padding that the granules the user asked for add to the shortest possible flat parameter."""
+    in_chunks: ClassVar[bool] = False
+    """Each rank holds a part of every parameter: see the file ``even_chunks``."""
 
     @property
     def flat_numel(self) -> int:
@@ -185,9 +196,9 @@ class FlatLayout:
         return [self.local_shard(index, rank) for index in range(len(self.params))]
 
     @cached_property
-    def placements(self) -> list[RaggedShard]:
+    def placements(self) -> Sequence[Placement]:
         """How each parameter is sharded: between rows if the shard boundaries are, else between elements."""
-        placements = []
+        placements: list[Placement] = []
         for index, param in enumerate(self.params):
             counts, row = self.counts(index), param.row_numel
             is_rows = param.row_aligned and bool(param.shape) and row > 0
@@ -206,6 +217,34 @@ class FlatLayout:
     def counts_of(self, start: int, stop: int) -> RunLengths:
         """How many of the elements `start` to `stop` of the flat parameter each rank holds."""
         return RunLengths([(self.shard_numel, self.world_size)]).within(start, stop)
+
+    def range_in_shard(self, start: int, stop: int, rank: int) -> tuple[int, int]:
+        """Where the elements ``start`` to ``stop`` of the flat parameter are in a rank's shard; with the padding
+        between parameters."""
+        before, numel = rank * self.shard_numel, self.shard_numel
+        return min(max(start - before, 0), numel), min(max(stop - before, 0), numel)
+
+    def over(self, mesh: DataParallelMesh) -> DataParallelMesh:
+        """The mesh for a flat parameter with this layout."""
+        return mesh
+
+    def own_part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """What a rank's shard has of a whole flat tensor."""
+        return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
+
+    def as_shards(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shards of all ranks in a whole flat tensor, one after the other."""
+        return flat
+
+    def views_of_range(self, shards: torch.Tensor, indices: range) -> list[torch.Tensor]:
+        """The whole parameters of a range, of which all ranks' elements, with the padding after each parameter, are
+        given one rank after the other; views if possible."""
+        start, params = self.params[indices.start].offset, [self.params[i] for i in indices]
+        return [shards[p.offset - start :][: p.numel].view(p.shape) for p in params]
+
+    def positions_in_range(self, positions: torch.Tensor, indices: range) -> torch.Tensor:
+        """Where elements of such shards are if the parameters are one after the other, from the first one's start."""
+        return positions
 
     def holders(self, index: int) -> range:
         """The ranks that hold elements of parameter `index`."""

@@ -187,8 +187,9 @@ class Reduction:
         self._apply_options(AVERAGE)
         self._kept_dtype = torch.promote_types(flat.dtype, dtype)
         self.goes_direct = flat.dtype == dtype and mesh.data_world_size > 1
-        self.has_own_output = mesh.replica_transport is not None  # it outlives the content of the buffer
-        self._following: Then = average_replicas if self.has_own_output else finish
+        has_replicas = mesh.replica_transport is not None  # the result outlives the content of the buffer
+        self.has_own_output = has_replicas or layout.in_chunks  # where it would arrive, there may be other padding
+        self._following: Then = average_replicas if has_replicas else finish
         self.then = self._following
         self.discard()
 

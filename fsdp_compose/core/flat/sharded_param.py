@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,10 +26,12 @@ from ..._torch import (
     DTensorSpec,
     as_parameter,
     dtensor_spec,
+    is_shard_of_rows,
     is_wrapper,
     local_tensor,
     make_dtensor,
     renew_hooks,
+    rows_within,
     set_local_tensor,
 )
 from ...errors import MisuseError, MisuseRuntimeError
@@ -165,6 +168,10 @@ def sharded_specs(
         whole, placements, shape = mesh.mesh, mesh.placements(placement), param.shape
         if earlier is not None:
             whole = mesh.beside(earlier.mesh)
+            if layout.in_chunks:  # chunks of the rows that tensor parallelism has left
+                sizes = zip(earlier.placements, earlier.mesh.shape, strict=True)
+                num_parts = prod([size for item, size in sizes if is_shard_of_rows(item)])
+                placements = mesh.placements(rows_within(num_parts))
             placements, shape = (*placements, *earlier.placements), tuple(earlier.shape)
         key = (id(whole), placements, shape, dtype)
         spec = known.get(key)

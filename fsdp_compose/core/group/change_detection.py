@@ -35,7 +35,7 @@ from ..flat import (
     local_elements,
     take_over,
 )
-from ..ragged import RaggedDTensor, requires_grad_writes, was_left_empty
+from ..ragged import RaggedDTensor, is_alike, requires_grad_writes, was_left_empty
 from .kept_tensors import BatchedKeptTensors
 from .parameter_swap import Held, ParameterSwap
 from .replaced_params import make_proxies, remember_sharded_param
@@ -177,12 +177,18 @@ def _assigned(swap: ParameterSwap) -> Iterator[tuple[nn.Parameter, _Places, nn.P
             value
             for value in present.values()
             # If it has a handle, it is another parameter of the same model: a tie.
-            if isinstance(value, RaggedDTensor) and handle_of(value) is None and is_sharded_like(value, own)
+            if handle_of(value) is None and _is_laid_out_like(value, own)
         ]
         if not given:
             continue
         successor, untied = (None, given) if id(own) in present else (given[0], given[1:])
-        yield own, places, successor, untied  # type: ignore[misc]
+        yield own, places, successor, untied
+
+
+def _is_laid_out_like(value: torch.Tensor, own: nn.Parameter) -> bool:
+    if isinstance(value, RaggedDTensor):
+        return is_sharded_like(value, own)
+    return isinstance(own, RaggedDTensor) and is_alike(value, own._spec)
 
 
 def take_over_assigned(swap: ParameterSwap) -> None:

@@ -52,6 +52,7 @@ class GroupOptions(OptionsForGood):
         reshard_after_backward: see ``set_reshard_after_backward``. A number: parts stay until a step.
         requires_gradient_sync: whether backward reduces (``no_sync`` turns it off).
         requires_all_reduce: whether a backward that reduces also averages over replicas.
+        gathers_in_backward: whether backward needs the parameters, and gathers them.
         is_functional: whether forwards gather in a way that autograd can differentiate twice.
         keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
         keeps_storage: whether unsharded parameters keep their memory while they are sharded.
@@ -65,6 +66,7 @@ class GroupOptions(OptionsForGood):
     reshard_after_backward: bool | int = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
+    gathers_in_backward: bool = True
     is_functional: bool = False
     keeps_unsharded: bool = False
     keeps_storage: bool = False

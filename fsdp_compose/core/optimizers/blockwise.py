@@ -82,7 +82,7 @@ def zeros_per_block(param: torch.Tensor, block: int = 256, dtype: torch.dtype = 
             )
         per_rank = spec.ragged.counts.times(spec.ragged.unit_numel(tuple(spec.inner_shape)))
         blocks = RunLengths([(num_blocks(count, block), num_ranks) for count, num_ranks in per_rank.pieces])
-        placements = [RaggedShard(blocks) if isinstance(item, RaggedShard) else item for item in param.placements]
+        placements = param._spec.with_ragged(RaggedShard(blocks))
         return RaggedDTensor(local, RaggedSpec.make(param.device_mesh, placements, (blocks.total,), dtype))
     # A whole flat view has equally many elements on each rank.
     shape = torch.Size((local.numel() * prod(_shard_sizes(param)),))
@@ -107,7 +107,10 @@ def refuse_divided_blocks(param: torch.Tensor, block: int, what: str) -> None:
         begin = 0 if segment.is_whole else layout.params[segment.sharded_params[0]].offset
         for index in segment.sharded_params:
             offset = layout.params[index].offset
-            position = offset - max(begin, offset // max(1, numel) * numel)  # on the rank that has its start
+            if layout.in_chunks:  # each rank has a chunk of each
+                position = (offset - begin) // layout.world_size
+            else:
+                position = offset - max(begin, offset // max(1, numel) * numel)  # on the rank that has its start
             if position % block:
                 raise MisuseError(
                     f"{what}: in the flat view of a rank, {handle.name_of(index)} begins at element {position}, which "

@@ -31,6 +31,7 @@ from .dtensor import RaggedDTensor as RaggedDTensor
 from .dtensor import distribute_ragged as distribute_ragged
 from .dtensor import gather_local_shards as gather_local_shards
 from .dtensor import inner_of_whole as inner_of_whole
+from .dtensor import is_alike as is_alike
 from .dtensor import rebind as rebind
 from .dtensor import scatter_average as scatter_average
 from .dtensor import shard_inner as shard_inner

@@ -38,7 +38,7 @@ from ...errors import MisuseRuntimeError
 from ..comm import Label, device_for, transport_of
 from .gather import DifferentiableGather, refuse_transforms
 from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, note_write_of_all_ranks, parameter_owners, requires_grad_writes
-from .placement import RaggedShard, RaggedSpec
+from .placement import EVEN_CHUNKS, RaggedShard, RaggedSpec
 
 # ---- How ``torch.distributed.checkpoint`` saves and loads a tensor of which each rank holds one range: as boxes
 
@@ -428,6 +428,8 @@ def distribute_ragged(
             if tensor._spec.is_sharded_like(spec):
                 return RaggedDTensor(local_tensor(tensor).clone(), spec)
             tensor = tensor.all_gather()
+        elif isinstance(tensor, DTensor) and tensor.placements == spec.placements:  # even chunks
+            return RaggedDTensor(local_tensor(tensor).detach().clone().contiguous(), spec)
         if not isinstance(tensor, DTensor):
             # Copied first: distribute_tensor broadcasts into the memory that it is given.
             whole = tensor.detach() if src_data_rank is None else tensor.detach().clone()
@@ -435,6 +437,15 @@ def distribute_ragged(
         else:
             tensor = tensor.redistribute(placements=spec.gathered_placements)
         return RaggedDTensor(shard_inner(local_tensor(tensor), spec), spec)
+
+
+def is_alike(tensor: torch.Tensor, spec: RaggedSpec) -> bool:
+    """Whether a tensor is sharded as ``spec`` says; a stock DTensor can be, in even chunks."""
+    if type(tensor) is RaggedDTensor:
+        return tensor._spec.is_sharded_like(spec)
+    if type(tensor) is not DTensor or not spec.is_even or tensor.shape != spec.shape:
+        return False
+    return tensor.placements == spec.placements and tensor.device_mesh == spec.mesh
 
 
 def make_view(local: torch.Tensor, spec: RaggedSpec, is_part: bool) -> RaggedDTensor:
@@ -589,7 +600,7 @@ def _from_local(
         raise ValueError(
             f"DTensor.from_local(): got a local tensor of shape {tuple(local.shape)}; a tensor of shape "
             f"{tuple(spec.shape)} placed {list(placements)} has a local tensor of shape {spec.local_shape} on rank "
-            f"{spec.rank}"
+            f"{spec.rank}. {EVEN_CHUNKS}"
         )
     # Contiguous, like everything that a RaggedDTensor holds; and a fresh tensor, which autograd requires.
     local = local.contiguous()

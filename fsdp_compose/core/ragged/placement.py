@@ -12,6 +12,8 @@ Parts are counted in rows (indices of dim 0) or in elements of the flattened ten
 For very many ranks, you write, print and store runs of equal counts, as (count, number of ranks) pairs:
 ``RaggedShard([(5, 1), (64, 1022), (0, 1)])``. Time and memory here do not grow with the number of ranks.
 
+FSDP2's even chunks are ``RaggedShard((2, 2, 1))`` here: a spec may then have stock ``Shard(0)`` in its place.
+
 On a mesh with several dimensions, a ``RaggedShard`` is always innermost: it shards what is local after all other
 placements have been applied, whatever the position of its mesh dimension.
 """
@@ -33,7 +35,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from ..._torch import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset, mend_mesh, rank_of_mesh
+from ..._torch import (
+    DTensorSpec,
+    TensorMeta,
+    compute_local_shape_and_global_offset,
+    is_shard_of_rows,
+    mend_mesh,
+    rank_of_mesh,
+)
 from ...errors import MisuseRuntimeError
 
 # ---- ``RunLengths``: one count per rank, stored as runs of equal counts
@@ -164,6 +173,12 @@ def _clipped(piece: tuple[int, int], first: int, start: int, stop: int) -> list[
 _MOST_COUNTS_IN_WORDS = 16  # with more ranks, pieces are shorter
 
 
+EVEN_CHUNKS = (
+    "Code that computes a rank's rows by itself is right under fsdp_compose.drop_in.install(layout='fsdp2'), which "
+    "gives every rank FSDP2's even chunks"
+)
+
+
 class RaggedShard(Shard):
     """Rank ``r`` of the mesh dimension holds ``counts[r]`` consecutive units of the tensor.
 
@@ -232,6 +247,14 @@ class RaggedShard(Shard):
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         return f"RaggedShard({self.counts.pieces!r}, {self.flat!r})", {"RaggedShard": RaggedShard}
 
+    @staticmethod
+    def even(rows: int, num_ranks: int) -> RaggedShard:
+        """FSDP2's chunks of so many rows: equal ones for the first ranks, then the rest, then nothing."""
+        chunk = -(-rows // num_ranks)
+        whole = rows // max(chunk, 1)
+        rest = [(rows - whole * chunk, 1)] if rows > whole * chunk else []
+        return RaggedShard([(chunk, whole), *rest, (0, num_ranks - whole - len(rest))])
+
     def with_shape(self, shape: tuple[int, ...]) -> RaggedShard:
         """A copy of this placement that remembers the shape of a tensor."""
         if self.of_shape == tuple(shape):
@@ -291,7 +314,9 @@ class RaggedShard(Shard):
         return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"stock DTensor cannot redistribute {self!r}; use RaggedDTensor.redistribute()")
+        raise NotImplementedError(
+            f"stock DTensor cannot redistribute {self!r}; use RaggedDTensor.redistribute(). {EVEN_CHUNKS}"
+        )
 
     _split_tensor = _select_split_tensor = _shard_tensor = _reduce_shard_tensor = _refuse
     _to_replicate_tensor = _replicate_to_shard = _to_new_shard_dim = _to_partial_tensor = _refuse
@@ -374,11 +399,12 @@ class RaggedSpec(DTensorSpec):
 
     @staticmethod
     def make(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> RaggedSpec:
-        """Raises ValueError unless exactly one placement is a ``RaggedShard``, and it covers the tensor."""
+        """Raises ValueError unless exactly one placement is a ``RaggedShard``, and it covers the tensor; or none is,
+        and the first one that shards the tensor stands for one of even chunks: ``Shard(0)``."""
         size = torch.Size(shape)
         known = [item.with_shape(size) if isinstance(item, RaggedShard) else item for item in placements]
         spec = RaggedSpec(mesh, tuple(known), TensorMeta(size, torch.empty(size, device="meta").stride(), dtype))
-        num_ragged = sum(isinstance(item, RaggedShard) for item in spec.placements)
+        num_ragged = sum(isinstance(item, RaggedShard) for item in spec.placements) or int(spec.is_even)
         if num_ragged != 1 or len(spec.placements) != mesh.ndim:
             raise ValueError(
                 f"a RaggedDTensor on a mesh of {mesh.ndim} dimension(s) needs as many placements, exactly one of them "
@@ -397,13 +423,23 @@ class RaggedSpec(DTensorSpec):
         # Stock DTensor refuses a placement that is not an even Shard, and this class exists to carry one.
 
     @cached_property
+    def is_even(self) -> bool:
+        """Whether ``Shard(0)`` stands for the ``RaggedShard``."""
+        first = next((item for item in self.placements if not item.is_replicate()), None)
+        has_own = any(isinstance(item, RaggedShard) for item in self.placements)
+        return bool(self.shape) and not has_own and is_shard_of_rows(first)
+
+    @cached_property
     def ragged_dim(self) -> int:
         """The mesh dimension of the ``RaggedShard``."""
-        return next(i for i, item in enumerate(self.placements) if isinstance(item, RaggedShard))
+        wanted = (lambda item: not item.is_replicate()) if self.is_even else lambda item: isinstance(item, RaggedShard)
+        return next(i for i, item in enumerate(self.placements) if wanted(item))
 
     @cached_property
     def ragged(self) -> RaggedShard:
         placement = self.placements[self.ragged_dim]
+        if self.is_even:
+            placement = RaggedShard.even(self.inner_shape[0], self.mesh.size(self.ragged_dim))
         assert isinstance(placement, RaggedShard)
         return placement
 
@@ -432,7 +468,11 @@ class RaggedSpec(DTensorSpec):
     @cached_property
     def gathered_placements(self) -> tuple[Placement, ...]:
         """The placements after the local shards have been gathered."""
-        return tuple(Replicate() if isinstance(item, RaggedShard) else item for item in self.placements)
+        return tuple(Replicate() if i == self.ragged_dim else item for i, item in enumerate(self.placements))
+
+    def with_ragged(self, placement: RaggedShard) -> tuple[Placement, ...]:
+        """The placements with another ``RaggedShard``."""
+        return tuple(placement if i == self.ragged_dim else item for i, item in enumerate(self.placements))
 
     @cached_property
     def _inner(self) -> tuple[Shape, Shape]:

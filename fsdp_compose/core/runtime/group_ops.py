@@ -47,6 +47,8 @@ def unshard(root: Root, state: _FSDPState) -> None:
 
 def unshard_again(root: Root, state: _FSDPState) -> None:
     """Like ``unshard``, for a backward, which needs the parameters that forward has used."""
+    if not state.options.gathers_in_backward:
+        return
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             note_all_gather(root, state, handle)

@@ -222,6 +222,7 @@ def _scatter(
         views = handle.full_views_of(flat)
         for key, index in indices.items():
             views[index].copy_(values[key])
+        flat = handle.layout.as_shards(flat)
         parts = [as_transferable(part) for part in flat.chunk(mesh.shard_world_size)] if flat.numel() else []
     if shard.numel() and mesh.is_first_replica:
         dist.scatter(as_transferable(shard), parts, group=mesh.shard_group, group_src=0)

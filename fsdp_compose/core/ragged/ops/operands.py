@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor, without_dispatch
 from ...comm import all_reduce
-from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
+from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, is_alike, shard_whole
 from ..gather import DifferentiableGather, refuse_transforms
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedSpec
@@ -510,8 +510,8 @@ class Larger(Exception):
 def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTensor | None = None) -> torch.Tensor:
     """The local elements of an operand, for an operation whose result is sharded by ``spec``. ``read``: a sharded
     operand that is only read, for error messages."""
-    if type(tensor) is RaggedDTensor and tensor._spec.is_sharded_like(spec):
-        return tensor._local_tensor
+    if is_alike(tensor, spec):
+        return local_tensor(tensor)
     if tensor.dim() == 0:
         return scalar_operand(tensor)
     tensor = tensor.plain() if isinstance(tensor, GatheredView) else tensor

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from ...._torch import local_tensor
-from ..dtensor import RaggedDTensor, shard_whole
+from ..dtensor import RaggedDTensor, is_alike, shard_whole
 from ..ownership import note_write_of_all_ranks, writes
 from ..placement import RaggedSpec
 from .operands import (
@@ -302,8 +302,7 @@ def _are_counters(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _other_operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, is_written: bool) -> torch.Tensor:
-    is_alike = type(tensor) is RaggedDTensor and tensor._spec.is_sharded_like(spec)
-    if is_written and not is_alike and tensor.dim() > 0:  # a write to a converted copy would be lost
+    if is_written and not is_alike(tensor, spec) and tensor.dim() > 0:  # a write to a converted copy would be lost
         raise RuntimeError(
             f"{func}: it writes to a tensor that is placed {list(getattr(tensor, 'placements', []))}, but the "
             f"parameter of shape {tuple(spec.shape)} that it belongs to is placed {list(spec.placements)}: was the "

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...._torch import current_graph_task_id, local_tensor, share_versions, wrapper_under_construction
+from ...._torch import (
+    DTensorSpec,
+    current_graph_task_id,
+    local_tensor,
+    make_dtensor,
+    share_versions,
+    wrapper_under_construction,
+)
 from ..dtensor import RaggedDTensor, gathered, inference_mode_of, make_view, shard_whole
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedShard, RaggedSpec
@@ -133,13 +140,26 @@ def write_elsewhere(func: Any, target: torch.Tensor, args: Args, kwargs: Kwargs)
 
 def as_in(target: torch.Tensor, func: Any) -> Callable[[Any], torch.Tensor]:
     """How to convert operands of an operation that writes to ``target``, which is not ragged: to whole tensors of its
-    kind, which is plain, replicated or that of stock DTensor."""
+    kind, which is plain, replicated or that of stock DTensor; even chunks are tensors of the last kind as they are."""
+    if type(target) is DTensor:
+        return lambda item: _as_stock(item, func)
     warn_gathers(func)
     if not isinstance(target, DTensor):
         return _whole
     if isinstance(target, ReplicatedDTensor):
         return lambda item: replicated(_whole(item), item._spec)
     return gathered
+
+
+def _as_stock(tensor: RaggedDTensor, func: Any) -> DTensor:
+    spec = tensor._spec
+    if not spec.is_even:
+        warn_gathers(func)
+        return gathered(tensor)
+    stock: DTensor = make_dtensor(
+        DTensor, tensor._local_tensor, DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta)
+    )
+    return stock
 
 
 def item(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -256,8 +276,7 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
     row = prod(shape[1:])
     if not spec.ragged.flat and shape and shape[1:] == whole[1:] and row:
         placement = RaggedShard(counts.divided_by(row))
-    placements = tuple(placement if isinstance(item, RaggedShard) else item for item in spec.placements)
-    view_spec = RaggedSpec.make(spec.mesh, placements, shape, spec.dtype)
+    view_spec = RaggedSpec.make(spec.mesh, spec.with_ragged(placement), shape, spec.dtype)
     own_start, own_stop = spec.element_range
     begin = min(max(start, own_start), own_stop) - own_start
     with inference_mode_of(tensor), share_versions():
@@ -279,8 +298,7 @@ def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not to_real and any(count % 2 for count, _ in ragged.counts.pieces):
             return gathered_view(func, args, kwargs)
         ragged = RaggedShard(ragged.counts.times(2) if to_real else ragged.counts.divided_by(2), flat=True)
-    placements = tuple(ragged if isinstance(item, RaggedShard) else item for item in spec.placements)
-    view_spec = RaggedSpec.make(spec.mesh, placements, tuple(result.shape), result.dtype)
+    view_spec = RaggedSpec.make(spec.mesh, spec.with_ragged(ragged), tuple(result.shape), result.dtype)
     with inference_mode_of(tensor), share_versions():
         numbers = func(local if to_real else local.view(-1, 2)).view(view_spec.local_shape)
         return make_view(numbers, view_spec, tensor.is_part)
