@@ -37,11 +37,11 @@ from .flat import (
     check_class,
     kind_of,
     mark_owner,
+    meshes_of,
     refuse_shared_memory,
     regions_of,
     shard_params,
     spec_of,
-    tensor_meshes,
 )
 from .group import (
     BUCKET_BYTES,
@@ -84,11 +84,13 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         found = check_group(modules, mesh, options, ignored)
         label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
         ties = ties_with_other_groups(fqns, ignored)
-        data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed), options.part_size)
-        arguments = data_mesh, options.granularity, options.offload
+        meshes = [meshes_of(item.parameter, mesh) for item in managed]
+        data_mesh = data_parallel_mesh(mesh, dict.fromkeys(meshes), options.part_size)
+        for item, own in zip(managed, meshes, strict=True):
+            item.mesh = data_mesh.on(*own)
         handles = []
         for part in partition(managed, options):
-            handles.append(shard_params(part, *arguments))
+            handles.append(shard_params(part, part[0].mesh, options.granularity, options.offload))
             sample_start(part, handles[-1])
 
     state = _FSDPState()

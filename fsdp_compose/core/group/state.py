@@ -129,11 +129,11 @@ class _FSDPState(ComposableState):
             handle.pending_gradients.options = self.options.reduction
             handle.unsharded.keep_storage(self.options.keeps_storage)
 
-    def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> None:
+    def run_among(self, peers: dist.ProcessGroup, num_data_ranks: int) -> None:
         """Run below a root with these peers; see ``DataParallelMesh.run_among``."""
-        self.mesh = self.mesh.run_among(peers, missing_factor)
+        self.mesh = self.mesh.run_among(peers, num_data_ranks)
         for handle in self._handles:
-            handle.run_on(handle.mesh.run_among(peers, missing_factor))
+            handle.run_on(handle.mesh.run_among(peers, num_data_ranks))
 
     def set_position(self, fqn: str, index: int, is_outermost: bool) -> None:
         """Set the group's name and index below its root."""

@@ -112,7 +112,7 @@ def mesh_of_root(found: _Found) -> DataParallelMesh:
                 f"are on {sorted(peers)}"
             )
     for state, _ in found:
-        state.run_among(widest.peers, len(data) // len(state.mesh.ranks()))
+        state.run_among(widest.peers, len(data))
     return widest_mesh([state for state, _ in found])
 
 
