@@ -86,8 +86,8 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         ties = ties_with_other_groups(fqns, ignored)
         meshes = [meshes_of(item.parameter, mesh) for item in managed]
         data_mesh = data_parallel_mesh(mesh, dict.fromkeys(meshes), options.part_size)
-        for item, own in zip(managed, meshes, strict=True):
-            item.mesh = data_mesh.on(*own)
+        for param, own in zip(managed, meshes, strict=True):
+            param.mesh = data_mesh.on(*own)
         handles = []
         for part in partition(managed, options):
             handles.append(shard_params(part, part[0].mesh, options.granularity, options.offload))

@@ -438,7 +438,8 @@ def data_parallel_mesh(
 ) -> DataParallelMesh:
     """Describe a mesh that was checked.
 
-    Ranks: all of the mesh and of ``parameter_meshes``, if these are not all ranks of the job or there is a ``part_size``.
+    Ranks: all of the mesh and of ``parameter_meshes``, if these are not all ranks of the job or there is a
+    ``part_size``.
 
     Args:
         part_size: how many adjacent ranks of the shard group keep the parameters sharded among themselves between

@@ -31,7 +31,7 @@ def ranks_with_same_part(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> torch.Ten
         raise RuntimeError("the mesh of the DTensor has no names")
     slices, ranks, here = mesh_slices(tensor_mesh), mesh.mesh, dist.get_rank()
     place = (slices == here).nonzero()[0, 1:].tolist()
-    has_same = torch.isin(ranks, slices[(slice(None), *place)])
+    has_same = torch.isin(ranks, slices[tuple([slice(None), *place])])
     grid = ranks
     for dim, line in enumerate(_lines(has_same, (ranks == here).nonzero()[0].tolist())):
         grid = grid.index_select(dim, line.nonzero()[:, 0])
@@ -46,7 +46,7 @@ def ranks_with_same_part(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> torch.Ten
 
 def _lines(grid: torch.Tensor, place: Sequence[int]) -> list[torch.Tensor]:
     """What stands in the grid along each dimension through a place."""
-    return [grid[(*place[:dim], slice(None), *place[dim + 1 :])] for dim in range(grid.ndim)]
+    return [grid.movedim(dim, -1)[tuple(at for i, at in enumerate(place) if i != dim)] for dim in range(grid.ndim)]
 
 
 def mesh_with_same_part(
@@ -72,15 +72,15 @@ def mesh_with_same_part(
         or make_group(lines[dim], mesh.get_group(dim))
         for dim in dims
     ]
-    slices = mesh_slices(tensor_mesh)
+    slices, new = mesh_slices(tensor_mesh), tuple(f"same_{'_'.join(own)}_{dim}" for dim in dims)
     ranks = torch.stack([slices[(slices == rank).nonzero()[0, 0]] for rank in grid.flatten().tolist()])
     joined = DeviceMesh.from_group(
         [*groups, *tensor_mesh.get_all_groups()],
         mesh.device_type,
         ranks.view(*grid.shape[dims.start :], *tensor_mesh.shape),
-        mesh_dim_names=(*[f"{'_'.join(own)}_alike_{dim}" for dim in dims], *own),
+        mesh_dim_names=(*new, *own),
     )
-    return joined[joined.mesh_dim_names[: len(dims)]], joined
+    return joined[new], joined
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:

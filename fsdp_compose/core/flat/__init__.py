@@ -80,7 +80,6 @@ from .shard_storage import host_memory as host_memory
 from .sharded_param import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .sharded_param import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
 from .sharded_param import MESH_ATTRIBUTE as MESH_ATTRIBUTE
-from .sharded_param import meshes_of as meshes_of
 from .sharded_param import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 from .sharded_param import ManagedParameter as ManagedParameter
 from .sharded_param import annotation_of as annotation_of
@@ -92,6 +91,7 @@ from .sharded_param import like_sharded_param as like_sharded_param
 from .sharded_param import local_elements as local_elements
 from .sharded_param import local_of as local_of
 from .sharded_param import make_gradient as make_gradient
+from .sharded_param import meshes_of as meshes_of
 from .sharded_param import refuse_meta_content as refuse_meta_content
 from .sharded_param import restore_attributes as restore_attributes
 from .sharded_param import sharded_param_of as sharded_param_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -112,8 +112,8 @@ def spec_of(param: torch.Tensor) -> DTensorSpec | None:
 
 
 def meshes_of(param: torch.Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh over which a parameter of a group on ``mesh`` is sharded, and that on which it is a DTensor, or annotated
-    like one. Ranks: see ``mesh_beside``."""
+    """The mesh over which a parameter of a group on ``mesh`` is sharded, and that on which it is a DTensor, or
+    annotated like one. Ranks: see ``mesh_beside``."""
     spec, given = spec_of(param), param.__dict__.get(MESH_ATTRIBUTE, mesh)
     return (given, None) if spec is None else (mesh_beside(given, spec.mesh), spec.mesh)
 
@@ -137,7 +137,7 @@ class ManagedParameter:
     parameter: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
     kind: ParameterKind = field(default_factory=ParameterKind)
-    mesh: DataParallelMesh = cast(DataParallelMesh, None)  # over which it is sharded, once that is known
+    mesh: DataParallelMesh = field(default=cast(DataParallelMesh, None))  # over which it is sharded, once it is known
 
 
 def sharded_param_of(param: torch.Tensor) -> torch.Tensor:

@@ -96,8 +96,8 @@ def _refuse_data_ranks(mesh: DeviceMesh, spec: DTensorSpec) -> None:
     data, common = mesh.mesh.flatten(), {*(mesh.mesh_dim_names or ())}.intersection(spec.mesh.mesh_dim_names or ())
     shared = data[torch.isin(data, spec.mesh.mesh)].tolist()
     if mesh is default_mesh() or common:
-        which = f"which has the dimension {min(common)!r} too" if common else "all ranks, without mesh="
-        raise RuntimeError(f"the ranks {shared} are in both, {which}")
+        why = f"has the dimension {min(common)!r} too" if common else "has all ranks, because mesh= was left out"
+        raise RuntimeError(f"it is on the ranks {data.tolist()} and {why}, so the ranks {shared} are in both")
     for dim, item in enumerate(spec.placements):
         line = dist.get_process_group_ranks(spec.mesh.get_group(dim))
         if item.is_replicate() and len({*line} & {*data.tolist()}) > 1:
