@@ -43,12 +43,21 @@ class Block(nn.Module):
         self.register_buffer("counts", torch.zeros(NUM_EXPERTS))
         self.capacity, self.is_grouped = capacity, is_grouped
         self.ep: DeviceMesh | None = None
-        self.tp: DeviceMesh | None = None
+        self.tp: DeviceMesh | None = None  # over which each expert is spread
+        self.folded: DeviceMesh | None = None  # of ranks with one batch, over which experts are spread too
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.router(x).sigmoid()
         chosen = (scores + self.bias).topk(NUM_CHOSEN).indices
-        weights = scores.gather(-1, chosen)
+        return x + self.shared(x) + self.routed(*map(self.own, (x, chosen, scores.gather(-1, chosen))))
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank sends to experts, of what ranks with one batch have in common."""
+        if self.folded is None:
+            return tensor
+        return DTensor.from_local(tensor, self.folded, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
+
+    def routed(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         expert, order = chosen.flatten().sort(stable=True)
         if self.capacity is not None:
             first = torch.searchsorted(expert, expert)
@@ -58,7 +67,10 @@ class Block(nn.Module):
         self.counts += counts
         token, weight = order // NUM_CHOSEN, weights.flatten()[order]
         y = self.dispatched(x[token], counts)
-        return x + self.shared(x) + torch.zeros_like(x).index_add(0, token, y * weight[:, None])
+        routed = torch.zeros_like(x).index_add(0, token, y * weight[:, None])
+        if self.folded is not None:
+            routed = DTensor.from_local(routed, self.folded, [Shard(0)]).full_tensor()
+        return routed
 
     def dispatched(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The tokens, sorted by expert, through the experts on all ranks of ``ep``."""
@@ -110,17 +122,19 @@ def mixture(dtype: torch.dtype = torch.float64, **options: Any) -> Mixture:
 
 
 class Layout(NamedTuple):
-    """Sizes of (replicate, fsdp, ep, tp), whose product is the number of ranks."""
+    """Sizes of (replicate, fsdp, ep, tp), whose product is the number of ranks. ``folds``: experts are spread over the
+    ranks of ``tp``, not each cut over them."""
 
     replicate: int = 1
     fsdp: int = 1
     ep: int = 1
     tp: int = 1
+    folds: bool = False
 
     @property
     def mesh(self) -> DeviceMesh:
         """What experts are spread over, and what is left for them."""
-        return lasting_mesh(("replicate", "fsdp", "ep", "tp"), tuple(self))
+        return lasting_mesh(("replicate", "fsdp", "ep", "tp"), tuple(self)[:4])
 
     @property
     def data(self) -> DeviceMesh:
@@ -142,18 +156,29 @@ class Layout(NamedTuple):
 
 EP_LAYOUTS = [
     Layout(fsdp=2, ep=2), Layout(ep=4), Layout(fsdp=4, ep=1), Layout(replicate=2, ep=2), Layout(replicate=2, fsdp=2),
-    Layout(fsdp=2, tp=2), Layout(ep=2, tp=2), Layout(replicate=2, tp=2),
+    Layout(fsdp=2, tp=2), Layout(ep=2, tp=2), Layout(replicate=2, tp=2), Layout(ep=2, tp=2, folds=True),
 ]  # fmt: skip
 
 
 def spread(block: Block, layout: Layout) -> None:
     """The experts over ``ep``, and each of them over ``tp``."""
     mesh = layout.mesh
-    block.ep, block.tp = mesh["ep"], mesh["tp"] if layout.tp > 1 else None
+    if layout.folds:
+        block.folded = mesh["tp"]
+        spread_over(block, lasting_mesh(("replicate", "fsdp", "ep"), (*layout[:2], layout.ep * layout.tp))["ep"])
+    elif layout.tp == 1:
+        spread_over(block, mesh["ep"])
+    else:
+        block.tp = mesh["tp"]
+        spread_over(block, mesh["ep"], mesh["ep", "tp"])
+
+
+def spread_over(block: Block, ep: DeviceMesh, both: DeviceMesh | None = None) -> None:
+    block.ep = ep
     for name, cut in (("up", Shard(2)), ("down", Shard(1))):
-        own, how = (mesh["ep"], [Shard(0)]) if block.tp is None else (mesh["ep", "tp"], [Shard(0), cut])
         param = getattr(block, name)
-        setattr(block, name, nn.Parameter(distribute_tensor(param.detach(), own, how), param.requires_grad))
+        placed = distribute_tensor(param.detach(), both or ep, [Shard(0)] if both is None else [Shard(0), cut])
+        setattr(block, name, nn.Parameter(placed, param.requires_grad))
 
 
 def shard(model: Mixture, layout: Layout, shard_one: Callable[..., Any] = fully_shard, **options: Any) -> Mixture:

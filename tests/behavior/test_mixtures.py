@@ -10,12 +10,13 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_compose import clip_grad_norm_, drop_in, fully_shard
+from fsdp_compose import clip_grad_norm_, drop_in, fully_shard, set_requires_all_reduce
 from tests.harness import distributed, lasting_mesh
-from tests.mixtures import EP_LAYOUTS, Layout, Mixture, batch, loss_of, mixture, shard
+from tests.mixtures import EP_LAYOUTS, Layout, Mixture, batch, loss_of, mixture, shard, spread_over
 
 EXACT = 1e-12
 
@@ -106,3 +107,25 @@ def test_equal_batches_for_ranks_with_different_experts_are_a_warning(is_same):
         model(x)
     found = [str(item.message) for item in caught if "ranks 0 and 1 were given the same inputs" in str(item.message)]
     assert len(found) == is_same
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("mesh", ["unflattened", "all ranks", "replicas"])
+def test_meshes_without_a_dimension_for_the_ranks_with_the_same_part(mesh):
+    """The mesh that ``ep`` is a part of does not have it, or has it in another order."""
+    layout, data = Layout(fsdp=2, ep=2), lasting_mesh(("dp",), (4,))
+    if mesh == "unflattened":
+        ep = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))._unflatten(0, (2, 2), ("edp", "ep"))["ep"]
+    elif mesh == "all ranks":
+        ep = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    else:
+        ep, data = lasting_mesh(("ep", "edp"))["ep"], lasting_mesh(("replicate", "shard"))
+    model, expected = mixture(), mixture()
+    for block in model.blocks:
+        spread_over(block, ep)
+        fully_shard(block, mesh=data)
+    fully_shard(model, mesh=data)
+    for step, requires_all_reduce in enumerate((True, False, False, True)):
+        set_requires_all_reduce(model, requires_all_reduce)
+        run(model, expected, layout, step)
+    assert_same(model, expected)

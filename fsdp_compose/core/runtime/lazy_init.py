@@ -7,7 +7,6 @@ equal, give advice about groups that are too small, take over the user's changes
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import warnings
@@ -138,15 +137,13 @@ def optional_replicas_error(name: str) -> str:
 
 
 def _make_up(mesh: DataParallelMesh, spec: DTensorSpec, data: frozenset[int]) -> bool:
-    """Whether a group's ranks, together with those along some dimensions over which a DTensor is split, are the data
-    ranks. The ranks along the other dimensions (tensor parallelism of experts) share a batch."""
+    """Whether a group's ranks, together with those over which a DTensor is split, have all data ranks among them. The
+    others (tensor parallelism of experts) share a batch with one of these."""
     joined = mesh.beside(spec.mesh)
     place = (joined.get_coordinate() or ())[mesh.mesh.ndim :]
-    # Along each dimension all ranks, or only those at this rank's place; where it is whole, their gradients differ.
-    ways: Iterable[tuple[Any, ...]] = itertools.product(
-        (...,), *[(slice(None), i) if item.is_shard() else (i,) for i, item in zip(place, spec.placements, strict=True)]
-    )
-    return any(frozenset(joined.mesh[way].flatten().tolist()) == data for way in ways)
+    # Where it is whole, its gradients would differ.
+    ways = [slice(None) if item.is_shard() else i for i, item in zip(place, spec.placements, strict=True)]
+    return data <= {*joined.mesh[(..., *ways)].flatten().tolist()}
 
 
 def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) -> None:
