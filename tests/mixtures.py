@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from fsdp_compose import fully_shard
 from tests.harness import lasting_mesh
 
+EXPERTS = ("up", "down", "down_a", "down_b")
 DIM, HIDDEN, NUM_EXPERTS, NUM_CHOSEN, ROWS = 4, 6, 8, 2, 6  # ROWS of each data rank
 
 
@@ -31,14 +32,20 @@ class Block(nn.Module):
         counts: how many tokens of this rank have gone to each expert.
         capacity: tokens of one data rank that an expert takes; the rest is dropped.
         is_grouped: experts compute by one grouped product.
+        lora: the rank of trained additions to frozen experts; 0: experts are trained themselves.
     """
 
-    def __init__(self, capacity: int | None = None, is_grouped: bool = False) -> None:
+    def __init__(self, capacity: int | None = None, is_grouped: bool = False, lora: int = 0) -> None:
         super().__init__()
         self.router = nn.Linear(DIM, NUM_EXPERTS, bias=False)
         self.shared = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, DIM))
         self.up = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, HIDDEN) / 2)
         self.down = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, DIM) / 2)
+        if lora:
+            self.down_a = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, lora))
+            self.down_b = nn.Parameter(torch.randn(NUM_EXPERTS, lora, DIM) / 4)
+            for name, param in self.named_parameters():
+                param.requires_grad_(name in ("down_a", "down_b"))
         self.register_buffer("bias", torch.zeros(NUM_EXPERTS))
         self.register_buffer("counts", torch.zeros(NUM_EXPERTS))
         self.capacity, self.is_grouped = capacity, is_grouped
@@ -87,7 +94,12 @@ class Block(nn.Module):
         return all_to_all_single_autograd(y[order.argsort()], sent, got.sum(1).tolist(), group)
 
     def experts(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        up, down = [item.to_local() if isinstance(item, DTensor) else item for item in self.weights()]
+        names = [name for name in EXPERTS if hasattr(self, name)]
+        up, down, *more = [
+            item.to_local() if isinstance(item, DTensor) else item for item in map(self.__getattr__, names)
+        ]
+        if more:
+            down = down + more[0] @ more[1]
         if self.tp is not None:
             x = DTensor.from_local(x, self.tp, [Replicate()]).to_local(grad_placements=[Partial()])
         if self.is_grouped:
@@ -98,8 +110,10 @@ class Block(nn.Module):
             y = torch.cat([F.silu(part @ first) @ second for part, first, second in parts])
         return y if self.tp is None else DTensor.from_local(y, self.tp, [Partial()]).full_tensor()
 
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.up, self.down
+    def move_bias(self, counts: torch.Tensor) -> None:
+        """Away from experts that got more than the mean of ``counts``, those of all data ranks."""
+        self.bias += 0.1 * (counts.mean() - counts).sign()
+        self.counts.zero_()
 
 
 class Mixture(nn.Module):
@@ -175,8 +189,8 @@ def spread(block: Block, layout: Layout) -> None:
 
 def spread_over(block: Block, ep: DeviceMesh, both: DeviceMesh | None = None) -> None:
     block.ep = ep
-    for name, cut in (("up", Shard(2)), ("down", Shard(1))):
-        param = getattr(block, name)
+    for name in (name for name in EXPERTS if hasattr(block, name)):
+        param, cut = getattr(block, name), Shard(2 if name == "up" else 1)
         placed = distribute_tensor(param.detach(), both or ep, [Shard(0)] if both is None else [Shard(0), cut])
         setattr(block, name, nn.Parameter(placed, param.requires_grad))
 
@@ -189,12 +203,14 @@ def shard(model: Mixture, layout: Layout, shard_one: Callable[..., Any] = fully_
     return model
 
 
-def batch(step: int, layout: Layout, dtype: torch.dtype = torch.float64) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batch(
+    step: int, layout: Layout, dtype: torch.dtype = torch.float64, is_even: bool = True
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs and targets of all data ranks."""
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(layout.num_parts * ROWS, DIM, generator=generator, dtype=torch.float64).to(dtype)
-    y = torch.randn(layout.num_parts * ROWS, 3, generator=generator, dtype=torch.float64).to(dtype)
-    return [*zip(x.chunk(layout.num_parts), y.chunk(layout.num_parts), strict=True)]
+    num_rows = [ROWS if is_even else 1 + 3 * i for i in range(layout.num_parts)]
+    xs = torch.randn(sum(num_rows), DIM + 3, generator=generator, dtype=torch.float64).to(dtype).split(num_rows)
+    return [(x[:, :DIM], x[:, DIM:]) for x in xs]
 
 
 def loss_of(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
