@@ -21,7 +21,7 @@ from fsdp_compose import fully_shard
 from tests.harness import lasting_mesh
 
 EXPERTS = ("up", "down", "down_a", "down_b")
-DIM, HIDDEN, NUM_EXPERTS, NUM_CHOSEN, ROWS = 4, 6, 8, 2, 6  # ROWS of each data rank
+DIM, HIDDEN, NUM_EXPERTS, NUM_CHOSEN, ROWS = 8, 16, 8, 2, 6  # ROWS of each data rank
 
 
 class Block(nn.Module):
@@ -94,10 +94,7 @@ class Block(nn.Module):
         return all_to_all_single_autograd(y[order.argsort()], sent, got.sum(1).tolist(), group)
 
     def experts(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        names = [name for name in EXPERTS if hasattr(self, name)]
-        up, down, *more = [
-            item.to_local() if isinstance(item, DTensor) else item for item in map(self.__getattr__, names)
-        ]
+        up, down, *more = [self.local(name) for name in EXPERTS if hasattr(self, name)]
         if more:
             down = down + more[0] @ more[1]
         if self.tp is not None:
@@ -109,6 +106,13 @@ class Block(nn.Module):
             parts = zip(x.split(counts.tolist()), up, down, strict=True)
             y = torch.cat([F.silu(part @ first) @ second for part, first, second in parts])
         return y if self.tp is None else DTensor.from_local(y, self.tp, [Partial()]).full_tensor()
+
+    def local(self, name: str) -> torch.Tensor:
+        param = getattr(self, name)
+        if not isinstance(param, DTensor):
+            return param
+        terms = [Partial() if item.is_replicate() else item for item in param.placements]
+        return param.to_local(grad_placements=terms)
 
     def move_bias(self, counts: torch.Tensor) -> None:
         """Away from experts that got more than the mean of ``counts``, those of all data ranks."""
@@ -190,15 +194,23 @@ def spread(block: Block, layout: Layout) -> None:
 def spread_over(block: Block, ep: DeviceMesh, both: DeviceMesh | None = None) -> None:
     block.ep = ep
     for name in (name for name in EXPERTS if hasattr(block, name)):
-        param, cut = getattr(block, name), Shard(2 if name == "up" else 1)
+        param, cut = getattr(block, name), Replicate() if name == "down_b" else Shard(2 if name == "up" else 1)
         placed = distribute_tensor(param.detach(), both or ep, [Shard(0)] if both is None else [Shard(0), cut])
         setattr(block, name, nn.Parameter(placed, param.requires_grad))
 
 
-def shard(model: Mixture, layout: Layout, shard_one: Callable[..., Any] = fully_shard, **options: Any) -> Mixture:
+def shard(
+    model: Mixture,
+    layout: Layout,
+    shard_one: Callable[..., Any] = fully_shard,
+    limit: str | None = None,
+    **options: Any,
+) -> Mixture:
     for block in model.blocks:
         spread(block, layout)
         shard_one(block, mesh=layout.data, **options)
+    if limit is not None:
+        options["limit_unsharded_bytes"] = limit
     shard_one(model, mesh=layout.data, **options)
     return model
 

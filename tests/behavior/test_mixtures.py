@@ -192,7 +192,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Mixture], None], dict[str, Any]
     "kept gathered": ({}, keep, {"reshard_after_forward": False}),
     "parts": ({}, keep, {"reshard_after_forward": 2}),
     "granularity": ({}, keep, {"granularity": lambda _name, _param: "whole"}),
-    "limited": ({}, keep, {"limit_unsharded_bytes": "2 groups"}),
+    "limited": ({}, keep, {"limit": "2 groups"}),
     "offload": ({}, keep, {"offload_policy": CPUOffloadPolicy()}),
     "reduced in float64": ({}, keep, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
 }
@@ -244,21 +244,23 @@ def test_other_ways_through_a_step(how):
 def test_a_gradient_scaler_skips_a_step_on_all_ranks_if_one_expert_overflows():
     for layout in LAYOUTS:
         model, expected = shard(mixture(torch.float32), layout), mixture(torch.float32)
-        optimizers = [torch.optim.SGD(item.parameters(), lr=0.1) for item in (model, expected)]
+        optimizer, theirs = [torch.optim.SGD(item.parameters(), lr=0.1) for item in (model, expected)]
         for is_broken in (False, True):
-            scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in optimizers]
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            scaler.scale(torch.zeros(()))
             run(model, expected, layout, scale=256.0)
             local = model.blocks[0].up.grad.to_local()
             if is_broken and dist.get_rank() == 1 and local.numel():
                 local.view(-1)[0] = float("inf")
-            for scaler, optimizer in zip(scalers, optimizers, strict=True):
-                scaler.scale(torch.zeros(()))
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                if is_broken and scaler is scalers[0]:
-                    assert scaler.get_scale() == 128.0
-                    break
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == (128.0 if is_broken else 256.0)
+            if not is_broken:
+                for param in expected.parameters():
+                    param.grad.div_(256.0)
+                theirs.step()
+            expected.zero_grad()
         assert_same(model, expected, 1e-6)
 
 
@@ -297,10 +299,8 @@ def test_a_router_bias_that_all_ranks_move_alike():
 def test_compiled_blocks():
     layout = TWICE
     model, expected = shard(mixture(), layout), mixture()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    for step in range(2):
-        run(model, expected, layout, step)
+    model.blocks[1].compile(backend="eager")
+    run(model, expected, layout)
     assert_same(model, expected)
 
 
@@ -325,22 +325,22 @@ def test_muon_over_stacked_experts_sends_nothing_for_them():
 @distributed(world_size=4)
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_checkpoint_goes_on_with_other_numbers_of_experts_on_a_rank(offloaded, tmp_path):
-    before, expected = shard(mixture(), TWICE), mixture()
+    folder, before, expected = tmp_path / "saved", shard(mixture(), TWICE), mixture()
     optimizers = [torch.optim.Adam(item.parameters(), lr=0.01) for item in (before, expected)]
     run(before, expected, TWICE)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     model_state, optimizer_state = get_state_dict(before, optimizers[0])
-    save({"model": model_state, "optimizer": optimizer_state}, tmp_path)
+    save({"model": model_state, "optimizer": optimizer_state}, folder)
     for layout in (*LAYOUTS[1:], Layout(fsdp=4)):
         policy = {"offload_policy": CPUOffloadPolicy()} if offloaded else {}
         model, twin = shard(mixture(), layout, **policy), copy.deepcopy(expected)
         theirs = torch.optim.Adam(twin.parameters(), lr=0.01)
-        theirs.load_state_dict(optimizers[1].state_dict())
+        theirs.load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        load(state, tmp_path)
+        load(state, folder)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         run(model, twin, layout, 1)
         optimizer.step()
@@ -360,8 +360,8 @@ def test_whole_experts_for_engines_and_under_summon():
             for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
                 assert torch.equal(ours, theirs)
                 with torch.no_grad():
-                    ours.mul_(2)
-                    theirs.mul_(2)
+                    ours.mul_(0.5)
+                    theirs.mul_(0.5)
         run(model, expected, layout)
         assert_same(model, expected)
 

@@ -378,6 +378,16 @@ def mesh_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
     return found
 
 
+def check_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+    """Raise RuntimeError if DTensors on ``tensor_mesh`` cannot be sharded over ``mesh``, or a part of it."""
+    if has_ranks_in_common(mesh, tensor_mesh):
+        from .same_part import ranks_with_same_part
+
+        ranks_with_same_part(mesh, tensor_mesh)
+    else:
+        joined_mesh(mesh, tensor_mesh)
+
+
 def has_ranks_in_common(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> bool:
     """Whether two meshes share more than this rank."""
     return not {*mesh.mesh.flatten().tolist()}.intersection(tensor_mesh.mesh.flatten().tolist()) <= {dist.get_rank()}

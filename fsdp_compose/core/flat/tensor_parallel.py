@@ -40,8 +40,7 @@ from ..._torch import (
     waited,
 )
 from ...errors import MisuseError
-from ..comm import Transport, TransportRole, default_mesh, has_ranks_in_common, joined_mesh
-from ..comm.same_part import ranks_with_same_part
+from ..comm import Transport, TransportRole, check_beside, default_mesh, has_ranks_in_common
 from ..ragged import RaggedDTensor
 from .codecs import is_composite
 from .sharded_param import FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, annotation_of, own_counter, spec_of
@@ -81,8 +80,7 @@ def refuse_placement(fqn: str, param: torch.Tensor, mesh: DeviceMesh) -> None:
     try:
         if has_ranks_in_common(mesh, spec.mesh):
             _refuse_data_ranks(mesh, spec)
-        else:
-            joined_mesh(mesh, spec.mesh)
+        check_beside(mesh, spec.mesh)
     except RuntimeError as error:
         raise MisuseError(
             f"{what}{spec.mesh}, and the data-parallel mesh is {mesh}: {error}. Both must be dimensions of one mesh: "
@@ -105,7 +103,6 @@ def _refuse_data_ranks(mesh: DeviceMesh, spec: DTensorSpec) -> None:
                 f"it is replicated over the ranks {line}, which have different batches: leave it a plain parameter, "
                 "which is sharded over all data ranks"
             )
-    ranks_with_same_part(mesh, spec.mesh)
 
 
 def placed(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

@@ -143,7 +143,7 @@ def _make_up(mesh: DataParallelMesh, spec: DTensorSpec, data: frozenset[int]) ->
     place = (joined.get_coordinate() or ())[mesh.mesh.ndim :]
     # Where it is whole, its gradients would differ.
     ways = [slice(None) if item.is_shard() else i for i, item in zip(place, spec.placements, strict=True)]
-    return data <= {*joined.mesh[(..., *ways)].flatten().tolist()}
+    return data <= {*joined.mesh[tuple([..., *ways])].flatten().tolist()}
 
 
 def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) -> None:
@@ -302,20 +302,20 @@ def warn_of_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     difference = meet(mesh.peers, "first forward: comparing inputs", payload, _judge_inputs)
     if difference:
         kind, first, other = json.loads(difference)
-        warnings.warn(
-            f"first forward: ranks {first} and {other} were given "
-            + (
-                "different inputs. They are tensor-parallel ranks of one data-parallel rank, which compute one forward "
-                "together: give all of them the same batch (that of the data-parallel rank, "
-                "mesh['dp'].get_local_rank()), unless the model expects parts of a batch (sequence or context "
-                "parallelism)"
-                if kind == "different"
-                else "the same inputs. Parameters are DTensors over them as experts are, and their gradients are "
-                "averaged over all data-parallel ranks, as if each of these had a batch of its own. If tensor "
-                "parallelism has split them, pass the data-parallel ranks alone: fully_shard(module, mesh=mesh['dp'])"
-            ),
-            stacklevel=2,
+        text = (
+            f"first forward: ranks {first} and {other} were given different inputs. They are tensor-parallel ranks "
+            "of one data-parallel rank, which compute one forward together: give all of them the same batch (that "
+            "of the data-parallel rank, mesh['dp'].get_local_rank()), unless the model expects parts of a batch "
+            "(sequence or context parallelism)"
         )
+        if kind == "same":
+            text = (
+                f"first forward: ranks {first} and {other} were given the same inputs. Parameters are DTensors over "
+                "them as experts are, and their gradients are averaged over all data-parallel ranks, as if each had a "
+                "batch of its own. If tensor parallelism has split them, pass the data-parallel ranks alone: "
+                "fully_shard(module, mesh=mesh['dp'])"
+            )
+        warnings.warn(text, stacklevel=2)
 
 
 def _judge_inputs(payloads: list[str]) -> str:
