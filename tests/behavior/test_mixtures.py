@@ -399,3 +399,16 @@ def test_experts_that_two_blocks_share():
         for step in range(2):
             run(model, expected, layout, step)
         assert_same(model, expected)
+
+
+@distributed(world_size=4)
+def test_a_term_of_the_loss_on_an_expert_says_how_gradients_differ():
+    model, expected = shard(mixture(), TWICE), mixture()
+    with pytest.raises(RuntimeError, match=r"full_tensor\(\) of .*up, of which other data-parallel ranks"):
+        model.blocks[0].up.full_tensor()
+    run(model, expected, TWICE)
+    with pytest.raises(RuntimeError, match=r"full_tensor\(\) of blocks\.0\.up, of which other data-parallel ranks"):
+        model.blocks[0].up.full_tensor()
+    model.blocks[0].up.full_tensor(grad_placements=[Replicate()] * 2).square().sum().backward()
+    expected.blocks[0].up.square().sum().backward()
+    assert_same(model, expected)

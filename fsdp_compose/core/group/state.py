@@ -179,6 +179,13 @@ class _FSDPState(ComposableState):
 
     def gather_parameter(self, handle: FlatParamHandle, index: int) -> torch.Tensor | None:
         """Gather a parameter that is used outside the group's forward; ``None`` before the first forward."""
+        # Over the ranks on which experts are spread, the gather would take gradients for equal.
+        if handle.mesh.missing_factor > 1 or handle.mesh.ranks() < self.mesh.ranks():
+            raise MisuseRuntimeError(
+                f"full_tensor() of {handle.name_of(index)}, of which other data-parallel ranks hold others (expert "
+                "parallelism), in a loss: say how gradients differ between ranks. For a term that is the same on all "
+                "ranks: full_tensor(grad_placements=[Replicate()] * param.device_mesh.ndim)"
+            )
         return None if self.root is None else self.root.gather_parameter(self.root, self, handle, index)
 
     @property
