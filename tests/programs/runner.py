@@ -586,7 +586,6 @@ def run_on_every_rank(program: Program, generation: int, report: str) -> None:
     dist.all_gather_object(outcomes, (differences, error))
     if dist.get_rank() == 0:
         is_refused = error.startswith("refused: ") and outcomes == [([], error)] * len(outcomes)
-        if is_refused:
         Path(report).write_text("refused" if is_refused else "".join(map(_describe, range(len(outcomes)), outcomes)))
 
 
