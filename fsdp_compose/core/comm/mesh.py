@@ -362,7 +362,7 @@ def mesh_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
     group = mesh.get_group(mesh.ndim - 1)
     made = kept_for(group, _Made)
     found = made.beside.get((mesh, tensor_mesh))
-    if found is None:
+    if found is None or _lost_groups(found):
         from .same_part import mesh_with_same_part
 
         def make(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -376,6 +376,14 @@ def mesh_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
         made.beside[mesh, tensor_mesh] = found
         kept_for(found.get_group(found.ndim - 1), _Made).joined[found, tensor_mesh] = joined
     return found
+
+
+def _lost_groups(mesh: DeviceMesh) -> bool:
+    """Whether process groups of a mesh are gone."""
+    try:
+        return any(map(is_destroyed, mesh.get_all_groups()))
+    except RuntimeError:  # their names are, too
+        return True
 
 
 def check_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
