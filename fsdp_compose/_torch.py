@@ -147,6 +147,7 @@ __all__ = [
     "mark_constant",
     "memory_exchange",
     "mend_mesh",
+    "mesh_slices",
     "non_persistent_buffers",
     "notice_optimizers",
     "outside_modes",
@@ -1136,6 +1137,12 @@ def rank_of_mesh(mesh: _DeviceMesh) -> int | None:
 def root_mesh(mesh: _DeviceMesh) -> _DeviceMesh:
     """The mesh that ``mesh`` is a part of; itself if it is of none."""
     return mesh._root_mesh or mesh
+
+
+def mesh_slices(mesh: _DeviceMesh) -> torch.Tensor:
+    """The ranks of a mesh, and those of the other slices of the mesh that it is a part of: (slice, *dimensions)."""
+    slices: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return slices
 
 
 def flatten_mesh(mesh: _DeviceMesh) -> _DeviceMesh:

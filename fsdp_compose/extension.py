@@ -46,6 +46,7 @@ from .core.comm import stay_on_cpu as stay_on_cpu
 from .core.comm import streams_of as streams_of
 from .core.comm import transport_of as transport_of
 from .core.flat import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
+from .core.flat import MESH_ATTRIBUTE as MESH_ATTRIBUTE
 from .core.flat import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 
 # ---- Flat parameters

@@ -1513,6 +1513,14 @@ def test_root_mesh():
         assert _torch.root_mesh(mesh._flatten()) is mesh
 
 
+def test_mesh_slices():
+    with fake_process_group(world_size=4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert _torch.mesh_slices(mesh).tolist() == [[[0, 1], [2, 3]]]
+        assert _torch.mesh_slices(mesh["a"]).tolist() == [[0, 2], [1, 3]]
+        assert _torch.mesh_slices(mesh._flatten()).tolist() == [[0, 1, 2, 3]]
+
+
 def test_fsdp2():
     assert _torch.fsdp2.fully_shard is torch.distributed.fsdp.fully_shard
     with fake_process_group():

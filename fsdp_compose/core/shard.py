@@ -37,11 +37,11 @@ from .flat import (
     check_class,
     kind_of,
     mark_owner,
+    meshes_of,
     refuse_shared_memory,
     regions_of,
     shard_params,
     spec_of,
-    tensor_meshes,
 )
 from .group import (
     BUCKET_BYTES,
@@ -84,11 +84,13 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         found = check_group(modules, mesh, options, ignored)
         label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
         ties = ties_with_other_groups(fqns, ignored)
-        data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed), options.part_size)
-        arguments = data_mesh, options.granularity, options.offload
+        meshes = [meshes_of(item.parameter, mesh) for item in managed]
+        data_mesh = data_parallel_mesh(mesh, dict.fromkeys(meshes), options.part_size)
+        for param, own in zip(managed, meshes, strict=True):
+            param.mesh = data_mesh.on(*own)
         handles = []
         for part in partition(managed, options):
-            handles.append(shard_params(part, *arguments))
+            handles.append(shard_params(part, part[0].mesh, options.granularity, options.offload))
             sample_start(part, handles[-1])
 
     state = _FSDPState()
@@ -335,11 +337,12 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that form one group (for example a final norm and an output head).
         mesh: device mesh of the data-parallel ranks; default: a 1-D mesh of all ranks. A 2-D mesh (replicate, shard)
-            gives hybrid sharding: parameters are sharded within a row, and every row holds a full copy. If tensor or
-            expert parallelism has turned parameters into DTensors (``parallelize_module(module, mesh["tp"], plan)``
-            before this call), pass the data-parallel part of the same mesh: ``mesh["dp"]``. If a mesh of several
-            dimensions does not contain all ranks, the first call waits for all of its ranks and creates a process
-            group.
+            gives hybrid sharding: parameters are sharded within a row, and every row holds a full copy. If tensor
+            parallelism has turned parameters into DTensors (``parallelize_module(module, mesh["tp"], plan)`` before
+            this call), pass the data-parallel part of the same mesh: ``mesh["dp"]``. DTensors that are split over
+            data-parallel ranks (experts) are sharded over those that hold the same part: see docs/meshes.md. If a mesh
+            of several dimensions does not contain all ranks, the first call waits for all of its ranks and creates a
+            process group.
         reshard_after_forward: ``True`` frees the gathered parameters between forward and backward and gathers them
             again (least memory); ``False`` keeps them (less communication). ``None``: ``False`` for the module whose
             forward is outermost, ``True`` for all others. An int ``n`` that divides the number of shard ranks: between
@@ -377,8 +380,8 @@ def fully_shard(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a module is already sharded; a parameter would be in two groups, is on the wrong device, or belongs
-            to a tensor class that cannot be sharded (quantized weights); the mesh has more than two dimensions, or
-            overlaps the mesh of a parameter that is already a DTensor; ``reshard_after_forward`` is a number that does
+            to a tensor class that cannot be sharded (quantized weights); the mesh has more than two dimensions, or a
+            dimension of a parameter that is already a DTensor; ``reshard_after_forward`` is a number that does
             not divide the number of shard ranks; ``strategy`` is unknown, does not fit the mesh, or is combined with
             ``reshard_after_forward``.
         RuntimeError: there is neither a mesh nor a process group.

@@ -23,6 +23,7 @@ from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, local_tenso
 from ..errors import MisuseError
 from ..extension import (
     FORWARD_SPEC_ATTRIBUTE,
+    MESH_ATTRIBUTE,
     SHARDED_PARAM_ATTRIBUTE,
     Granularity,
     Granule,
@@ -146,8 +147,9 @@ def fully_shard(
         shard_placement_fn: a function from a parameter to ``Shard(dim)``, ``Replicate()``, ``None``, or torch's
             ``ShardPlacementResult``. With ``Shard(dim)``, boundaries may fall between indices of dimensions up to
             ``dim``; ``None`` means the default. A ``ShardPlacementResult`` may name another mesh: modules that have all
-            their parameters on it (experts) form their own group there. Likewise modules of which all parameters are
-            ``Replicate()`` (norms): they stay whole on every rank, and their gradients are averaged.
+            their parameters on it (experts) form their own group there; where a module has parameters on several
+            meshes, they are in one group. Modules of which all parameters are ``Replicate()`` (norms) form a group,
+            too: they stay whole on every rank, and their gradients are averaged.
         mp_policy: torch's policy or ours. Before torch 2.15, torch's without ``reduce_dtype`` reduces in
             ``param_dtype``.
         offload_policy: torch's policy, or ``None``, which verl gives.
@@ -162,7 +164,7 @@ def fully_shard(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``fsdp_compose.fully_shard``; a module has an attribute with the
-            name of one of the methods; modules mix parameters on different meshes.
+            name of one of the methods; a module mixes parameters that stay whole with others.
     """
     modules, ignored = check_modules(module, "fully_shard"), check_ignored(ignored_params, "fully_shard")
     refuse_clash(modules)
@@ -201,7 +203,14 @@ def fully_shard(
             _own(members, ignored_params=ignored, **arguments)
         _leave_partial(members)
         add_methods(members)
+    _forget_meshes(params)
     return module
+
+
+def _forget_meshes(params: Iterable[nn.Parameter | None]) -> None:
+    for param in params:
+        if param is not None:
+            param.__dict__.pop(MESH_ATTRIBUTE, None)
 
 
 @contextmanager
@@ -212,6 +221,7 @@ def _put_back_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     except BaseException:
         for inner, parameters in before.items():
+            _forget_meshes(inner._parameters.values())
             inner._parameters.update(parameters)
         raise
 
@@ -367,10 +377,11 @@ def _home_of(wanted: Any, mesh: DeviceMesh) -> _Home:
 def _with_other_homes(
     modules: Iterable[nn.Module], placements: dict[nn.Parameter, Any], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, _Home]]:
-    """Return the outermost modules that have all their parameters in a home other than shards on ``mesh``.
+    """Return the outermost modules that have all their parameters in a home other than shards on ``mesh``. Mark the
+    parameters on other meshes that modules have beside others.
 
     Raises:
-        ValueError: a module has parameters of its own in different homes; one of ``modules`` is to stay whole.
+        ValueError: a module has parameters of its own that stay whole, and others; one of ``modules`` is to stay whole.
     """
     usual = _Home(mesh)
     homes = {param: _home_of(wanted, mesh) for param, wanted in placements.items()}
@@ -383,19 +394,17 @@ def _with_other_homes(
             found[module] = used.pop()
             return
         own = {name: homes[param] for name, param in module.named_parameters(recurse=False) if param in homes}
-        others = [name for name, home in own.items() if home != usual]
+        others = [name for name, home in own.items() if home.is_whole]
         if others:
             raise MisuseError(
-                f"fully_shard(shard_placement_fn=...): {', '.join(others)} of a {type(module).__name__} "
-                + (
-                    "stay whole, Replicate(), and the rest of its parameters do not, but all of a group is sharded: "
-                    "shard them too (the parameters of a group lie in one buffer, so small ones cost next to nothing)"
-                    if own[others[0]].is_whole
-                    else "have another mesh than the rest of its parameters, but a group has one mesh and gathers for "
-                    "one module"
-                )
-                + ", or put them into a module of their own"
+                f"fully_shard(shard_placement_fn=...): {', '.join(others)} of a {type(module).__name__} stay whole, "
+                "Replicate(), and the rest of its parameters do not, but all of a group is sharded: shard them too "
+                "(the parameters of a group lie in one buffer, so small ones cost next to nothing), or put them into a "
+                "module of their own"
             )
+        for name, home in own.items():
+            if home != usual:
+                module._parameters[name].__dict__[MESH_ATTRIBUTE] = home.mesh
         for child in module.children():
             look(child)
 

@@ -639,17 +639,23 @@ def test_parameters_with_a_mesh_of_their_own(system):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_module_with_parameters_of_its_own_on_two_meshes_is_refused():
-    with fake_process_group(world_size=4):
-        world = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-        half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "half"))
-        from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
+@pytest.mark.parametrize("system", SYSTEMS)
+@distributed(world_size=4)
+def test_a_module_with_parameters_of_its_own_on_two_meshes(system):
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
 
-        result = ShardPlacementResult(None, HSDPMeshInfo(half, shard_mesh_dim=1, replicate_mesh_dim=0))
-        model = nn.Sequential(nn.Linear(4, 4))
-        with pytest.raises(ValueError, match="weight of a Linear have another mesh"):
-            drop_in.fully_shard(model, mesh=world, shard_placement_fn=lambda p: result if p.ndim == 2 else None)
-        assert get_state(model) is None
+    torch.manual_seed(0)
+    model, reference = pair(nn.Linear(5, 4))
+    rows = lasting_mesh(("replicate", "shard"))
+    result = ShardPlacementResult(Shard(0), HSDPMeshInfo(rows, shard_mesh_dim=1, replicate_mesh_dim=0))
+    world = lasting_mesh(("dp",), (4,))
+    SYSTEMS[system].fully_shard(model, mesh=world, shard_placement_fn=lambda p: result if p.ndim == 2 else None)
+    assert (model.weight.device_mesh.ndim, model.bias.device_mesh.ndim) == (2, 1)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(4))
+    for net, given in ((model, local_part(x)), (reference, x)):
+        net(given).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6)
 
 
 class Normed(nn.Module):

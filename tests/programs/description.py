@@ -65,13 +65,14 @@ class Program(_Short):
     input_requires_grad: bool = False
     hooks: tuple[tuple[int, str], ...] = ()  # (number of a parameter, kind); the first half before sharding
     compiled: bool = False  # the sharded model, whole
+    ep: int = 1  # over how many data ranks experts are spread, where these are a multiple; else over all
 
 
 # All ranks share the shards; hybrid sharding with two shards, where the ranks are even in number; with all of them;
 # with one; replicate(); all share the shards, and two of them what stays between forward and backward, or until a step
 # (where four are even in number; else all of it stays until a step).
 WAYS = ("", "hybrid", "one row", "one column", "replicated", "parts", "until a step")
-LEAVES = ("linear", "scale", "scalar", "cube", "spare", "nothing", "detach")
+LEAVES = ("linear", "scale", "scalar", "cube", "spare", "nothing", "detach", "experts")
 TERMS = ("square", "norm", "square before forward", "product", "product before forward")
 # Modules whose forward does something to its last child before it runs it.
 EDITORS = ("edits", "edits data", "freezes")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate, set_reshard_after_backward
@@ -19,6 +21,7 @@ from tests.models import PassThrough
 from .description import EDITORS, INNER_BACKWARDS, LEAVES, Group, Part, Program
 
 DIM, ROWS = 3, 2  # ROWS on each rank
+NUM_EXPERTS = 5  # fewer on some ranks, or none
 BUCKET_BYTES = 60  # of replicated groups: a few parameters
 
 
@@ -61,6 +64,35 @@ class _Box:
         self.value = value
 
 
+class Gathered(torch.autograd.Function):
+    """The rows of all ranks of a group; differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Summed.apply(grad, ctx.group).chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class Summed(torch.autograd.Function):
+    """The sum over all ranks of a group; differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, tensor = group, tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Summed.apply(grad, ctx.group), None
+
+
 class Module(nn.Module):
     def __init__(self, part: Part, children: list[Module], trip: Trip) -> None:
         super().__init__()
@@ -79,8 +111,12 @@ class Module(nn.Module):
             self.scalar = nn.Parameter(torch.randn(()))
         elif kind == "cube":
             self.cube = nn.Parameter(torch.randn(2, DIM, DIM) * 0.5)
+        elif kind == "experts":
+            self.router = nn.Linear(DIM, NUM_EXPERTS)
+            self.experts = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, DIM) * 0.5)
         elif kind in ("auxiliary", "late auxiliary"):
             self.gate = nn.Linear(DIM, 1)
+        self.ep: DeviceMesh | None = None
         if not part.narrow:
             self.double()
         if part.frozen:
@@ -112,11 +148,25 @@ class Module(nn.Module):
             y = torch.tanh(y * self.scalar)
         elif kind == "cube":
             y = torch.tanh(y @ self.cube[0]) @ self.cube[1]
+        elif kind == "experts":
+            y = self.mixture(y)
         elif kind == "detach":
             y = y.detach() * 0.5
         else:
             y = torch.tanh(y) + self.shift
         return y.to(x.dtype)
+
+    def mixture(self, x: torch.Tensor) -> torch.Tensor:
+        """Each expert gets each token; with those of this rank, those of all ranks over which experts are spread."""
+        weights, experts = self.router(x).softmax(-1), self.experts
+        if self.ep is None:
+            return torch.einsum("te,teo->to", weights, torch.einsum("td,edo->teo", x, experts).tanh())
+        group, rank, num = self.ep.get_group(), self.ep.get_local_rank(), self.ep.size()
+        own = experts.to_local()
+        first = min(rank * -(-NUM_EXPERTS // num), NUM_EXPERTS)
+        x, weights = Gathered.apply(x, group), Gathered.apply(weights, group)[:, first : first + len(own)]
+        y = torch.einsum("te,teo->to", weights, torch.einsum("td,edo->teo", x, own).tanh())
+        return Summed.apply(y, group).chunk(num)[rank]
 
     def compound(self, x: torch.Tensor) -> torch.Tensor:
         kind, inner = self.part.kind, list(self.inner)
@@ -215,31 +265,34 @@ class Meshes:
 
     def __init__(self, make_group: Callable[[Sequence[int]], dist.ProcessGroup]) -> None:
         self._make_group = make_group
-        self._found: dict[int, DeviceMesh] = {}
+        self._found: dict[tuple[int, tuple[str, str]], DeviceMesh] = {}
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @property
     def whole(self) -> DeviceMesh:
         """All ranks share the shards."""
-        return DeviceMesh.from_group(self._group(range(dist.get_world_size())), "cpu")
+        return DeviceMesh.from_group(self._group(range(dist.get_world_size())), "cpu", mesh_dim_names=("dp",))
 
     def of(self, way: str) -> DeviceMesh:
         world_size = dist.get_world_size()
         if way not in ("hybrid", "one row", "one column"):
             return self.whole
         num_shards = {"one row": world_size, "one column": 1}.get(way, 2 if world_size % 2 == 0 else 1)
-        if num_shards not in self._found:
-            self._found[num_shards] = self._rows_of(num_shards)
-        return self._found[num_shards]
+        return self._rows_of(num_shards, ("replicate", "shard"))
 
-    def _rows_of(self, num_shards: int) -> DeviceMesh:
-        """(replicate, shard)."""
-        ranks = torch.arange(dist.get_world_size()).view(-1, num_shards)
-        groups = []
-        for sets in (ranks.T.tolist(), ranks.tolist()):
-            made = [self._group(item) for item in sets]
-            groups.append(made[[dist.get_rank() in item for item in sets].index(True)])
-        return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    def of_experts(self, num_ranks: int) -> DeviceMesh:
+        """Of ranks over which experts are spread."""
+        num_ranks = num_ranks if dist.get_world_size() % num_ranks == 0 else dist.get_world_size()
+        return self._rows_of(num_ranks, ("edp", "ep"))["ep"]
+
+    def _rows_of(self, size: int, names: tuple[str, str]) -> DeviceMesh:
+        if (size, names) not in self._found:
+            ranks, groups = torch.arange(dist.get_world_size()).view(-1, size), []
+            for sets in (ranks.T.tolist(), ranks.tolist()):
+                made = [self._group(item) for item in sets]
+                groups.append(made[[dist.get_rank() in item for item in sets].index(True)])
+            self._found[size, names] = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
+        return self._found[size, names]
 
     def _group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         key = tuple(ranks)
@@ -252,7 +305,12 @@ def shard(program: Program, model: nn.Module, built: list[Module], meshes: Meshe
     """Inner modules first. A module that is used in several places has a group of its own: its parameters can be in
     one group only."""
     places: dict[Module, int] = {}
+    has_experts = any(module.part.kind == "experts" for module in built)
     for module in built:
+        if module.part.kind == "experts":
+            module.ep = meshes.of_experts(program.ep)
+            placed = distribute_tensor(module.experts.detach(), module.ep, [Shard(0)], src_data_rank=None)
+            module.experts = nn.Parameter(placed, module.experts.requires_grad)
         for child in module.inner:
             places[child] = places.get(child, 0) + 1
     for module in built:
@@ -266,7 +324,9 @@ def shard(program: Program, model: nn.Module, built: list[Module], meshes: Meshe
         elif group is None and (places[module] > 1 or (not program.shards_root and module in model.inner)):
             group = Group()
         if group is not None:
-            _make_group(module, group, meshes)
+            # replicate() refuses DTensors: what it would do, fully_shard() does over (all, 1).
+            is_refused = has_experts and group.way == "replicated"
+            _make_group(module, replace(group, way="one column") if is_refused else group, meshes)
 
 
 def _make_group(module: Module, group: Group, meshes: Meshes) -> None:

@@ -165,6 +165,11 @@ def _not_reentrant(part: Part) -> Part:
     return replace(part, recompute=None if part.recompute is None else False)
 
 
+def _without_experts(part: Part) -> Part:
+    """Their collectives break the graph of a whole model."""
+    return replace(part, kind="cube") if part.kind == "experts" else part
+
+
 def _made_possible(program: Program) -> Program:
     """The program without what does not go together; see ``_is_possible`` for the rest."""
     root, actions = program.root, program.actions
@@ -191,6 +196,10 @@ def _made_possible(program: Program) -> Program:
     if program.second_root is not None or "restart" in kinds or not program.shards_root:
         program = replace(program, ties=(), hooks=() if "restart" in kinds else program.hooks)
         actions = _without(actions, "fail")  # an interruption of one root is not the others' affair
+    if "experts" in part_kinds:  # whose ranks exchange tokens: all run them, equally often, to the end
+        root = _changed(root, lambda part: replace(part, kind="chain") if part.kind == "switch" else part)
+        # A term of the loss on a parameter itself must say how gradients differ between ranks.
+        actions = tuple(replace(action, term="") for action in _without(actions, "fail"))
     return replace(program, root=root, actions=actions)
 
 
@@ -233,6 +242,7 @@ _programs = st.builds(
     second_root=st.sampled_from([None, None, None, 0, 1, 2]),
     optimizer=st.sampled_from(["sgd", "adamw", "flat"]),
     input_requires_grad=st.booleans(),
+    ep=st.sampled_from([1, 2, 3, 4]),
     hooks=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([ON_GRADIENT, AFTER_ACCUMULATION])), max_size=3).map(
         tuple
     ),
@@ -338,7 +348,8 @@ def compilable(program: Program) -> Program | None:
     if any(part.kind == "freezes" for part in parts_of(program.root)):
         return None  # Dynamo fails at requires_grad_() of a number that it takes for a symbol
     actions = _without(program.actions, "penalise")  # torch.compile does not differentiate twice
-    return replace(program, compiled=True, actions=actions, root=_changed(program.root, _not_reentrant))
+    root = _changed(program.root, lambda part: _not_reentrant(_without_experts(part)))
+    return replace(program, compiled=True, actions=actions, root=root)
 
 
 def check_random_programs(world_size: int, num_programs: int, report: Path, compiled: bool = False) -> None:

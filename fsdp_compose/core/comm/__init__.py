@@ -26,11 +26,13 @@ from .failure import class_of_failure as class_of_failure
 from .failure import failure_of as failure_of
 from .failure import give_up as give_up
 from .mesh import DataParallelMesh as DataParallelMesh
+from .mesh import check_beside as check_beside
 from .mesh import check_mesh as check_mesh
 from .mesh import data_parallel_mesh as data_parallel_mesh
 from .mesh import default_mesh as default_mesh
 from .mesh import device_of_mesh as device_of_mesh
-from .mesh import joined_mesh as joined_mesh
+from .mesh import has_ranks_in_common as has_ranks_in_common
+from .mesh import mesh_beside as mesh_beside
 from .mesh import mesh_of_this_rank as mesh_of_this_rank
 from .mesh import replicated_mesh as replicated_mesh
 from .mesh import second_group as second_group

@@ -70,6 +70,10 @@ class _Made:
     # By type of device. All groups of a model share one mesh: making and comparing meshes takes time that grows with
     # the number of ranks.
     default_meshes: weakref.WeakValueDictionary[str, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
+    # By a data-parallel mesh and one of DTensors: see ``mesh_beside``.
+    beside: weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     # By meshes, replicas and options. Groups on one mesh share one object, which then stays in the CPU caches; the
     # models on it keep it alive.
     described: weakref.WeakValueDictionary[tuple[object, ...], DataParallelMesh] = field(
@@ -237,6 +241,11 @@ class DataParallelMesh:
         return self.shard_world_size * self.replicate_world_size
 
     @property
+    def share(self) -> float:
+        """What one rank's gradient counts in the average over all data ranks."""
+        return 1 / (self.data_world_size * self.missing_factor)
+
+    @property
     def is_first_replica(self) -> bool:
         """Whether this rank's shard is the one to use when only one replica is wanted."""
         return self.replicate_group is None or self.replicate_group.rank() == 0
@@ -312,12 +321,24 @@ class DataParallelMesh:
             return mesh[mesh.mesh_dim_names[-1]]
         return DeviceMesh.from_group(self.shard_group, mesh.device_type)
 
+    def on(self, mesh: DeviceMesh, tensor_mesh: DeviceMesh | None) -> DataParallelMesh:
+        """The mesh of parameters of the group that have a ``mesh`` of their own, and are DTensors on ``tensor_mesh``,
+        if any."""
+        if mesh == self.mesh:
+            return self
+        parts, num_shards = self.part_size, mesh.size(mesh.ndim - 1)
+        if parts is not None and (parts >= num_shards or num_shards % parts):
+            parts = None  # fewer ranks than are to share parts: shards stay
+        found = data_parallel_mesh(mesh, [(mesh, tensor_mesh)], parts)
+        return found.run_among(self.peers, self.missing_factor * self.data_world_size)
+
     def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:
         """The mesh of parameters that were DTensors on ``tensor_mesh`` before: it has the dimensions of both."""
         return joined_mesh(self.mesh, tensor_mesh)
 
-    def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> DataParallelMesh:
-        """A copy for use below a root with these peers; ``missing_factor``: see the attribute."""
+    def run_among(self, peers: dist.ProcessGroup, num_data_ranks: int) -> DataParallelMesh:
+        """A copy for use below a root with these peers, and so many data ranks."""
+        missing_factor = num_data_ranks // self.data_world_size
         if self.peers is peers and self.missing_factor == missing_factor:
             return self
         fail_together([peers, *self.groups()])
@@ -336,6 +357,60 @@ def joined_mesh(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
     if joined is None:
         joined = known[mesh, tensor_mesh] = concatenate_meshes([mesh, tensor_mesh])
     return joined
+
+
+def mesh_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
+    """The part of a data-parallel mesh over which parameters are sharded that are DTensors on ``tensor_mesh``: those
+    ranks that hold the same part of them. All of ``mesh``, unless the two have ranks in common (expert parallelism).
+
+    Ranks: those, the first time, if they have no process group.
+    """
+    if not has_ranks_in_common(mesh, tensor_mesh):
+        return mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    made = kept_for(group, _Made)
+    found = made.beside.get((mesh, tensor_mesh))
+    if found is None or _lost_groups(found):
+        from .same_part import mesh_with_same_part
+
+        def make(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+            return (
+                group_of_ranks(ranks, like=like, is_simulated=_is_simulated(group))
+                if len(ranks) > 1
+                else _group_of_this_rank()
+            )
+
+        found, joined = mesh_with_same_part(mesh, tensor_mesh, make)
+        made.beside[mesh, tensor_mesh] = found
+        kept_for(found.get_group(found.ndim - 1), _Made).joined[found, tensor_mesh] = joined
+    return found
+
+
+def _lost_groups(mesh: DeviceMesh) -> bool:
+    """Whether process groups of a mesh are gone."""
+    try:
+        return any(map(is_destroyed, mesh.get_all_groups()))
+    except RuntimeError:  # their names are, too
+        return True
+
+
+def check_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+    """Raise RuntimeError if DTensors on ``tensor_mesh`` cannot be sharded over ``mesh``, or a part of it."""
+    if has_ranks_in_common(mesh, tensor_mesh):
+        from .same_part import ranks_with_same_part
+
+        ranks_with_same_part(mesh, tensor_mesh)
+    else:
+        joined_mesh(mesh, tensor_mesh)
+
+
+def has_ranks_in_common(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> bool:
+    """Whether two meshes share more than this rank."""
+    return not {*mesh.mesh.flatten().tolist()}.intersection(tensor_mesh.mesh.flatten().tolist()) <= {dist.get_rank()}
+
+
+def _is_simulated(group: dist.ProcessGroup) -> bool:
+    return os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
 
 
 def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -383,25 +458,28 @@ def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str
 
 
 def data_parallel_mesh(
-    mesh: DeviceMesh, tensor_meshes: Iterable[DeviceMesh] = (), part_size: int | None = None
+    mesh: DeviceMesh,
+    parameter_meshes: Iterable[tuple[DeviceMesh, DeviceMesh | None]] = (),
+    part_size: int | None = None,
 ) -> DataParallelMesh:
     """Describe a mesh that was checked.
 
-    Ranks: all of the mesh and of ``tensor_meshes``, if these are not all ranks of the job or there is a ``part_size``.
+    Ranks: all of the mesh and of ``parameter_meshes``, if these are not all ranks of the job or there is a
+    ``part_size``.
 
     Args:
         part_size: how many adjacent ranks of the shard group keep the parameters sharded among themselves between
             forward and backward; it divides the size of the shard group. ``None``: do not do that.
-        tensor_meshes: the meshes of parameters that are already DTensors (tensor parallelism); all of them are parts of
-            the same mesh as ``mesh``.
+        parameter_meshes: for parameters, the mesh over which they are sharded, and that on which they are already
+            DTensors, if they are (tensor parallelism); both are parts of one mesh.
 
     Raises:
         ValueError: this machine has no device of the mesh, or none of the meshes contains the ranks of the others.
     """
     group, device = mesh.get_group(mesh.ndim - 1), device_of_mesh(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
-    is_simulated = os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
-    widest = _widest([mesh, *(joined_mesh(mesh, item) for item in tensor_meshes)])
+    is_simulated = _is_simulated(group)
+    widest = _widest([mesh, *(own if item is None else joined_mesh(own, item) for own, item in parameter_meshes)])
     key = mesh, widest, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
     known = kept_for(group, _Made).described
     described = known.get(key)

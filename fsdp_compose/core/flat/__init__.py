@@ -80,6 +80,7 @@ from .shard_storage import ShardStorage as ShardStorage
 from .shard_storage import host_memory as host_memory
 from .sharded_param import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .sharded_param import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
+from .sharded_param import MESH_ATTRIBUTE as MESH_ATTRIBUTE
 from .sharded_param import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 from .sharded_param import ManagedParameter as ManagedParameter
 from .sharded_param import annotation_of as annotation_of
@@ -91,12 +92,12 @@ from .sharded_param import like_sharded_param as like_sharded_param
 from .sharded_param import local_elements as local_elements
 from .sharded_param import local_of as local_of
 from .sharded_param import make_gradient as make_gradient
+from .sharded_param import meshes_of as meshes_of
 from .sharded_param import refuse_meta_content as refuse_meta_content
 from .sharded_param import restore_attributes as restore_attributes
 from .sharded_param import sharded_param_of as sharded_param_of
 from .sharded_param import spec_of as spec_of
 from .sharded_param import specs_of as specs_of
-from .sharded_param import tensor_meshes as tensor_meshes
 from .sharded_param import whole_like_original as whole_like_original
 from .unsharded import explain_refused_access as explain_refused_access
 

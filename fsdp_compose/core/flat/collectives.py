@@ -69,7 +69,7 @@ def place(handle: FlatParamHandle, index: int) -> None:
 
 
 def _place(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> None:
-    view, share = handle.gradient.memory.locals[index], 1 / handle.mesh.data_world_size
+    view, share = handle.gradient.memory.locals[index], handle.mesh.share
     placed = handle.pending_gradients.placed
     with torch.no_grad():
         if index in placed:
@@ -125,7 +125,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
         fill(handle.full_views_of(flat), grads, missing)
     mesh = handle.mesh
     if _divides_first(handle):
-        flat.mul_(1 / mesh.data_world_size)
+        flat.mul_(mesh.share)
         return ReplicaAverage(flat, handle.storage.landing(target), is_added, False, 1, None)
     before, is_average, after = options.factors(mesh.data_world_size, mesh.missing_factor, dtype == torch.float16)
     if before != 1:
@@ -145,7 +145,7 @@ def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[
     if views:  # not all were placed
         fill(views, [grads[i] for i in rest], [j for j, i in enumerate(rest) if grads[i] is None] if missing else ())
         with torch.no_grad():
-            foreach_mul_(views, 1 / handle.mesh.data_world_size)
+            foreach_mul_(views, handle.mesh.share)
     memory.zero_gaps()
 
 

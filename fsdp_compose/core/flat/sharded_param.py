@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
 from operator import is_
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn as nn
@@ -35,7 +35,7 @@ from ..._torch import (
     set_local_tensor,
 )
 from ...errors import MisuseError, MisuseRuntimeError
-from ..comm import DataParallelMesh, kept_for
+from ..comm import DataParallelMesh, kept_for, mesh_beside
 from ..ragged import SHOWN_ATTRIBUTE, RaggedDTensor, RaggedSpec, distribute_ragged, gather_local_shards, rebind
 from .codecs import ParameterCodec
 from .layout import FlatLayout
@@ -51,6 +51,7 @@ SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
 # Set on a parameter that forward sees on a mesh with data-parallel dimensions too; see ``tensor_parallel``.
 FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
+MESH_ATTRIBUTE = "_fsdp_compose_mesh"  # set on a parameter that has another data-parallel mesh than its group
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -113,9 +114,11 @@ def spec_of(param: torch.Tensor) -> DTensorSpec | None:
     return None if annotation is None else annotation.spec
 
 
-def tensor_meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-    """The meshes of those among ``params`` that are DTensors, or annotated like those."""
-    return [*dict.fromkeys(spec.mesh for spec in map(spec_of, params) if spec is not None)]
+def meshes_of(param: torch.Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh over which a parameter of a group on ``mesh`` is sharded, and that on which it is a DTensor, or
+    annotated like one. Ranks: see ``mesh_beside``."""
+    spec, given = spec_of(param), param.__dict__.get(MESH_ATTRIBUTE, mesh)
+    return (given, None) if spec is None else (mesh_beside(given, spec.mesh), spec.mesh)
 
 
 class _Placed(Protocol):
@@ -137,6 +140,7 @@ class ManagedParameter:
     parameter: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
     kind: ParameterKind = field(default_factory=ParameterKind)
+    mesh: DataParallelMesh = field(default=cast(DataParallelMesh, None))  # over which it is sharded, once it is known
 
 
 def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
@@ -242,7 +246,7 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
     return whole
 
 
-NOT_COPIED = frozenset({"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE})
+NOT_COPIED = frozenset({"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE})
 
 
 def refuse_meta_content(sharded: nn.Parameter, source: Any, name: str) -> None:

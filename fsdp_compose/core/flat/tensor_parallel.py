@@ -40,10 +40,10 @@ from ..._torch import (
     waited,
 )
 from ...errors import MisuseError
-from ..comm import Transport, TransportRole, joined_mesh
+from ..comm import Transport, TransportRole, check_beside, default_mesh, has_ranks_in_common
 from ..ragged import RaggedDTensor
 from .codecs import is_composite
-from .sharded_param import FORWARD_SPEC_ATTRIBUTE, annotation_of, own_counter, spec_of
+from .sharded_param import FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, annotation_of, own_counter, spec_of
 
 AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
 """Replaces a tensor by its sum over the ranks of a transport. The indices say which parameters' gradients it holds."""
@@ -76,20 +76,33 @@ def refuse_placement(fqn: str, param: torch.Tensor, mesh: DeviceMesh) -> None:
         raise MisuseError(f"{what}{spec.mesh}: distribute_ragged() made it; give its module plain parameters")
     if any(not item.is_replicate() and type(item) is not Shard for item in spec.placements):
         raise MisuseError(f"{what}{spec.mesh}: only Shard and Replicate are supported for tensor parallelism")
-    own, data = (set(item.mesh.flatten().tolist()) for item in (spec.mesh, mesh))
-    advice = (
-        "Both must be dimensions of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then "
-        "parallelize_module(module, mesh['tp'], ...), then fully_shard(module, mesh=mesh['dp'])"
-    )
-    if own & data != {dist.get_rank()}:
-        raise MisuseError(
-            f"{what}the ranks {sorted(own)}, and the data-parallel mesh is on the ranks {sorted(data)}, so the ranks "
-            f"{sorted(own & data)} are in both (without mesh=, the data-parallel mesh has all ranks). {advice}"
-        )
+    mesh = param.__dict__.get(MESH_ATTRIBUTE, mesh)
     try:
-        joined_mesh(mesh, spec.mesh)
+        if has_ranks_in_common(mesh, spec.mesh):
+            _refuse_data_ranks(mesh, spec)
+        check_beside(mesh, spec.mesh)
     except RuntimeError as error:
-        raise MisuseError(f"{what}{spec.mesh}, and the data-parallel mesh is {mesh}: {error}. {advice}") from error
+        raise MisuseError(
+            f"{what}{spec.mesh}, and the data-parallel mesh is {mesh}: {error}. Both must be dimensions of one mesh: "
+            "mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then parallelize_module(module, mesh['tp'], "
+            "...), then fully_shard(module, mesh=mesh['dp']). Experts may be spread over data ranks: see docs/meshes.md"
+        ) from error
+
+
+def _refuse_data_ranks(mesh: DeviceMesh, spec: DTensorSpec) -> None:
+    """Raise RuntimeError if a DTensor on data-parallel ranks is not one of expert parallelism."""
+    data, common = mesh.mesh.flatten(), {*(mesh.mesh_dim_names or ())}.intersection(spec.mesh.mesh_dim_names or ())
+    shared = data[torch.isin(data, spec.mesh.mesh)].tolist()
+    if mesh is default_mesh() or common:
+        why = f"has the dimension {min(common)!r} too" if common else "has all ranks, because mesh= was left out"
+        raise RuntimeError(f"it is on the ranks {data.tolist()} and {why}, so the ranks {shared} are in both")
+    for dim, item in enumerate(spec.placements):
+        line = dist.get_process_group_ranks(spec.mesh.get_group(dim))
+        if item.is_replicate() and len({*line} & {*data.tolist()}) > 1:
+            raise RuntimeError(
+                f"it is replicated over the ranks {line}, which have different batches: leave it a plain parameter, "
+                "which is sharded over all data ranks"
+            )
 
 
 def placed(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

@@ -314,10 +314,11 @@ def partition(managed: Sequence[ManagedParameter], options: GroupOptions) -> lis
 
 
 def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """One list for each (dtype, requires_grad, kind), in the order of their first parameters."""
+    """One list for each (dtype, requires_grad, kind, mesh), in the order of their first parameters."""
     kinds: dict[tuple[object, ...], list[ManagedParameter]] = {}
     for item in managed:
-        kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad, item.kind), []).append(item)
+        key = item.parameter.dtype, item.parameter.requires_grad, item.kind, id(item.mesh)
+        kinds.setdefault(key, []).append(item)
     return list(kinds.values())
 
 

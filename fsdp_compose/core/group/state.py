@@ -129,11 +129,11 @@ class _FSDPState(ComposableState):
             handle.pending_gradients.options = self.options.reduction
             handle.unsharded.keep_storage(self.options.keeps_storage)
 
-    def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> None:
+    def run_among(self, peers: dist.ProcessGroup, num_data_ranks: int) -> None:
         """Run below a root with these peers; see ``DataParallelMesh.run_among``."""
-        self.mesh = self.mesh.run_among(peers, missing_factor)
+        self.mesh = self.mesh.run_among(peers, num_data_ranks)
         for handle in self._handles:
-            handle.run_on(handle.mesh.run_among(peers, missing_factor))
+            handle.run_on(handle.mesh.run_among(peers, num_data_ranks))
 
     def set_position(self, fqn: str, index: int, is_outermost: bool) -> None:
         """Set the group's name and index below its root."""
@@ -179,6 +179,13 @@ class _FSDPState(ComposableState):
 
     def gather_parameter(self, handle: FlatParamHandle, index: int) -> torch.Tensor | None:
         """Gather a parameter that is used outside the group's forward; ``None`` before the first forward."""
+        # Over the ranks on which experts are spread, the gather would take gradients for equal.
+        if handle.mesh.missing_factor > 1 or handle.mesh.ranks() < self.mesh.ranks():
+            raise MisuseRuntimeError(
+                f"full_tensor() of {handle.name_of(index)}, of which other data-parallel ranks hold others (expert "
+                "parallelism), in a loss: say how gradients differ between ranks. For a term that is the same on all "
+                "ranks: full_tensor(grad_placements=[Replicate()] * param.device_mesh.ndim)"
+            )
         return None if self.root is None else self.root.gather_parameter(self.root, self, handle, index)
 
     @property

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 
 from ...errors import MisuseError
+from ..comm import DataParallelMesh
 from ..flat import FlatParamHandle, ManagedParameter, ParameterKind, handle_of, owner_of, shard_again
 from .change_detection import find_untied
 from .registry import group_modules, partition, prepare_swap
@@ -200,10 +201,15 @@ def _set_handles(
     for i, top in reversed([*enumerate(tops)]):
         prefix = f"{i}." if len(tops) > 1 else ""  # as group_modules() has it: names must be unique in the group
         names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
-    managed = [ManagedParameter(names[id(sharded)], sharded, kind=kind) for sharded, kind in kinds.items()]
-    parts = partition(managed, state.options)
-    arguments = state.mesh, state.options.granularity, state.options.offload
-    state.set_flat_params([*present, *[shard_again(part, *arguments) for part in parts]])
+    managed = [
+        ManagedParameter(names[id(sharded)], sharded, kind=kind, mesh=_mesh_in(state, sharded))
+        for sharded, kind in kinds.items()
+    ]
+    options = state.options
+    made = [
+        shard_again(part, part[0].mesh, options.granularity, options.offload) for part in partition(managed, options)
+    ]
+    state.set_flat_params([*present, *made])
     prepare_swap(state)
 
 
@@ -212,6 +218,12 @@ def _kind_in(state: _FSDPState, sharded: nn.Parameter) -> ParameterKind:
     place, group = handle_of(sharded), _group_of(sharded)
     assert place is not None and group is not None
     return place[0].kind.in_group(group.options.mp_policy, state.options.mp_policy)
+
+
+def _mesh_in(state: _FSDPState, sharded: nn.Parameter) -> DataParallelMesh:
+    """The mesh that a parameter gets there: experts stay on that of the ranks that hold the same part of them."""
+    place = handle_of(sharded)
+    return place[0].mesh if place is not None and place[0].mesh.ranks() < state.mesh.ranks() else state.mesh
 
 
 def _sharded_params_of(state: _FSDPState) -> list[nn.Parameter]:

@@ -131,11 +131,13 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
             if not is_kept:
                 communicator.reshard(handle)
         elif is_synced:
-            root.order.record(root, state.log.reduce_scatter if averages else state.log.scatter_alone)
-            if has_earlier or not averages:
+            # Experts may be spread over the replicas: what there is of them is reduced with each backward.
+            is_whole = averages or handle.mesh.replica_transport is None
+            root.order.record(root, state.log.reduce_scatter if is_whole else state.log.scatter_alone)
+            if has_earlier or not is_whole:
                 # Before the earlier gradients are taken: if the reduction raises, they are lost.
                 backward.has_added = True
-            if communicator.reduce(handle, is_kept, averages):
+            if communicator.reduce(handle, is_kept, is_whole):
                 backward.has_added = True
         else:
             backward.has_added = True

@@ -56,7 +56,7 @@ from .backward import keep_unsharded, publish_from_inside
 from .default_mode import DEFAULT
 from .group_ops import follow_requires_grad_writes_of_forward, reshard, reshard_until_backward
 from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
-from .lazy_init import detect_again, initialize, take_over, tree, tree_has_changed, warn_of_different_inputs
+from .lazy_init import detect_again, initialize, take_over, tree, tree_has_changed, warn_of_inputs
 from .untracked_writes import forgive_versions, look_for_writes, refuse_untracked_writes
 
 # ---- Forwards inside a backward: repetitions of an earlier forward, as in activation checkpointing, and others
@@ -355,7 +355,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if is_recomputed or root is None or not root.forward.depth or state.place.is_outermost:
         root = _find_root(state, module, is_recomputed)
         if root.num_forwards == 1 and not is_recomputed:
-            warn_of_different_inputs(root, args, kwargs)
+            warn_of_inputs(root, args, kwargs)
     use, watcher = mode.enter(root, state, is_recomputed)
     state.progress.running_forwards.append((_exception_in_hand(), use, is_recomputed))
     policy = options.mp_policy

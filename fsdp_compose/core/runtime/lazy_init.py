@@ -7,7 +7,6 @@ equal, give advice about groups that are too small, take over the user's changes
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import warnings
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from ..._torch import current_graph_task_id, in_transform
+from ..._torch import DTensorSpec, current_graph_task_id, in_transform
 from ...errors import MisuseError, MisuseRuntimeError, RanksDifferError
 from ..comm import Carrier, ControlExchange, DataParallelMesh, Names, as_transferable, first_difference, is_on, meet
 from ..flat import (
@@ -112,7 +111,7 @@ def mesh_of_root(found: _Found) -> DataParallelMesh:
                 f"are on {sorted(peers)}"
             )
     for state, _ in found:
-        state.run_among(widest.peers, len(data) // len(state.mesh.ranks()))
+        state.run_among(widest.peers, len(data))
     return widest_mesh([state for state, _ in found])
 
 
@@ -137,14 +136,14 @@ def optional_replicas_error(name: str) -> str:
     )
 
 
-def _make_up(mesh: DataParallelMesh, tensor_mesh: DeviceMesh, data: frozenset[int]) -> bool:
-    """Whether a group's ranks, together with those along some dimensions of its DTensors' mesh, are the data ranks. The
-    ranks along the other dimensions (tensor parallelism of experts) share a batch."""
-    joined = mesh.beside(tensor_mesh)
+def _make_up(mesh: DataParallelMesh, spec: DTensorSpec, data: frozenset[int]) -> bool:
+    """Whether a group's ranks, together with those over which a DTensor is split, have all data ranks among them. The
+    others (tensor parallelism of experts) share a batch with one of these."""
+    joined = mesh.beside(spec.mesh)
     place = (joined.get_coordinate() or ())[mesh.mesh.ndim :]
-    # Along each dimension all ranks, or only those at this rank's place.
-    ways: Iterable[tuple[Any, ...]] = itertools.product((...,), *[(slice(None), index) for index in place])
-    return any(frozenset(joined.mesh[way].flatten().tolist()) == data for way in ways)
+    # Where it is whole, its gradients would differ.
+    ways = [slice(None) if item.is_shard() else i for i, item in zip(place, spec.placements, strict=True)]
+    return data <= {*joined.mesh[tuple([..., *ways])].flatten().tolist()}
 
 
 def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) -> None:
@@ -153,7 +152,7 @@ def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) 
     if own == data:
         return
     for fqn, spec in zip(handle.fqns, specs_of(handle.tensor_parallel, len(handle.fqns)), strict=True):
-        if spec is None or not _make_up(mesh, spec.mesh, data):
+        if spec is None or not _make_up(mesh, spec, data):
             where = f"{name}.{fqn}" if name else fqn
             if spec is not None:
                 where += f", placed {list(spec.placements)} on the ranks {spec.mesh.mesh.tolist()},"
@@ -279,30 +278,58 @@ def _parts_of(handle: FlatParamHandle) -> Iterator[_Part]:
             yield f"{mesh.shard_rank} {place}", handle, ranges, indices
 
 
-def warn_of_different_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Warn, on every rank, if ranks that run one forward together (tensor parallelism) were given different tensors.
+def warn_of_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn, on every rank, if ranks that run one forward together (tensor parallelism) were given different tensors, or
+    ranks over which experts are spread the same ones.
 
     Ranks: all peers of the root, at its first forward.
     """
     mesh = root.data_mesh
-    if not mesh.has_peers or mesh.peers.size() == mesh.data_world_size or in_transform():
+    has_one_batch = mesh.peers.size() != mesh.data_world_size
+    meshes = [handle.mesh for state in root.live_states() for handle in state._handles]
+    experts = next((item for item in meshes if item.ranks() < mesh.ranks()), None)
+    if not mesh.has_peers or in_transform() or not (has_one_batch or experts):
         return
     given = [
         checksum(leaf)
         for leaf in tree_leaves((args, kwargs))
         if type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_meta
     ]
-    payload = json.dumps([(f"{mesh.data_rank}", _digest(given))])
-    difference = meet(mesh.peers, "first forward: comparing inputs", payload, _first_difference)
+    # Ranks of one row of the experts' mesh hold the same experts. Those of a column, which has one rank of each row,
+    # expect batches of their own.
+    column = "" if experts is None or not given else str(experts.data_rank)
+    payload = json.dumps([(f"{mesh.data_rank}", _digest(given)), column])
+    difference = meet(mesh.peers, "first forward: comparing inputs", payload, _judge_inputs)
     if difference:
-        _, first, other = json.loads(difference)
-        warnings.warn(
+        kind, first, other = json.loads(difference)
+        text = (
             f"first forward: ranks {first} and {other} were given different inputs. They are tensor-parallel ranks "
             "of one data-parallel rank, which compute one forward together: give all of them the same batch (that "
             "of the data-parallel rank, mesh['dp'].get_local_rank()), unless the model expects parts of a batch "
-            "(sequence or context parallelism)",
-            stacklevel=2,
+            "(sequence or context parallelism)"
         )
+        if kind == "same":
+            text = (
+                f"first forward: ranks {first} and {other} were given the same inputs. Parameters are DTensors over "
+                "them as experts are, and their gradients are averaged over all data-parallel ranks, as if each had a "
+                "batch of its own. If tensor parallelism has split them, pass the data-parallel ranks alone: "
+                "fully_shard(module, mesh=mesh['dp'])"
+            )
+        warnings.warn(text, stacklevel=2)
+
+
+def _judge_inputs(payloads: list[str]) -> str:
+    """Which ranks were given what they should not be, as JSON; empty if there are none."""
+    found = [json.loads(payload) for payload in payloads]
+    difference = _first_difference([json.dumps([place]) for place, _ in found])
+    if difference:
+        return json.dumps(["different", *json.loads(difference)[1:]])
+    columns: dict[str, dict[str, tuple[int, str]]] = {}
+    for rank, ((place, digest), column) in enumerate(found):
+        columns.setdefault(column, {}).setdefault(place, (rank, digest))
+    pairs = [[*batches.values()][:2] for column, batches in columns.items() if column and len(batches) > 1]
+    same = [len({digest for _, digest in batches.values()}) == 1 for column, batches in columns.items() if column]
+    return json.dumps(["same", *[rank for rank, _ in pairs[0]]]) if pairs and all(same) else ""
 
 
 def _first_difference(payloads: list[str]) -> str:
