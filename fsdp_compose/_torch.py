@@ -54,6 +54,7 @@ from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as _shape_and_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
@@ -78,6 +79,7 @@ __all__ = [
     "PlainAttributes",
     "Shown",
     "StorageInfo",
+    "StridedShard",
     "TensorMeta",
     "WorkOfGraph",
     "add_composable_state",

@@ -144,7 +144,7 @@ def _make_up(mesh: DataParallelMesh, tensor_mesh: DeviceMesh, data: frozenset[in
     place = (joined.get_coordinate() or ())[mesh.mesh.ndim :]
     # Along each dimension all ranks, or only those at this rank's place.
     ways: Iterable[tuple[Any, ...]] = itertools.product((...,), *[(slice(None), index) for index in place])
-    return any(frozenset(joined.mesh[way].flatten().tolist()) == data for way in ways)
+    return any(frozenset(joined.mesh[way].flatten().tolist()) >= data for way in ways)
 
 
 def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) -> None:
