@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -221,3 +223,74 @@ def difference(found: dict[str, Any], truth: dict[str, Any]) -> dict[str, float]
         pairs = [(found[key][name], value) for name, value in truth[key].items()]
         result[key] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return result
+
+
+# ---- The table
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="All layouts, under FSDP2 and fsdp_compose, as a table.")
+    options.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--dtype", default="float32")
+    options.add_argument(
+        "--tolerance", type=float, default=1e-6, help="of losses and norms; of tensors, 100 times that"
+    )
+    options.add_argument("--timeout", type=float, default=600)
+    given = options.parse_args()
+    dtype, families = getattr(torch, given.dtype), [*FAMILIES]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_models(folder, families)
+
+        def jobs(layout: Layout, own: Path, before: Path) -> list[Job]:
+            """Of each family: begin, and resume what the layout before has saved."""
+            found = []
+            for family in families:
+                start, place = folder / family, own / family
+                found.append(Job(family, layout, start, place, given.steps, dtype=dtype))
+                found.append(Job(family, layout, before / family, place / "resumed", 4, accumulation=2, dtype=dtype))
+            return found
+
+        truth = train(jobs(ONE, folder / "one", folder / "one"), folder)
+        print("| " + " | ".join(["layout", *SYSTEMS]) + " |", flush=True)
+        before = dict.fromkeys(SYSTEMS, folder / "one")
+        for layout in [item for item in ON_4 + ON_8 if item.num_ranks in given.ranks]:
+            cells = []
+            for system in SYSTEMS:
+                own = folder / system / str(layout)
+                own.mkdir(parents=True)
+                cells.append(verdict(jobs(layout, own, before[system]), own, system, truth, given))
+                before[system] = own
+            print("| " + " | ".join([str(layout), *cells]) + " |", flush=True)
+
+
+SYSTEMS = ("FSDP2", "fsdp_compose")
+
+
+def verdict(jobs: list[Job], folder: Path, system: str, truth: list[dict[str, Any]], given: Any) -> str:
+    """What happens in a layout, in words."""
+    failure = ""
+    try:
+        train(jobs, folder, system, given.timeout)
+    except pytest.fail.Exception as error:
+        lines = [line for line in str(error).splitlines() if re.match(r"[\w.]+(Error|Exception): ", line)]
+        failure = lines[0][:200] if lines else "hangs"
+    path, worst = folder / "results.pt", dict[str, float]()
+    found = torch.load(path) if path.exists() else []
+    for result, expected in zip(found, truth, strict=False):
+        for what, size in difference(result, expected).items():
+            worst[what] = max(size, worst.get(what, 0.0))
+    sizes = ", ".join(f"{what} {size:.0e}" for what, size in worst.items())
+    bounds = {"losses": 1, "norms": 1, "gradients": 100, "parameters": 100}
+    if failure:
+        job = jobs[len(found)]
+        return f"{job.family}{' resumed' if len(found) % 2 else ''}: {failure} (before: {sizes or 'nothing'})"
+    is_right = all(size <= given.tolerance * bounds[what] for what, size in worst.items())
+    return f"{'right' if is_right else 'wrong'}: {sizes}"
+
+
+if __name__ == "__main__":
+    from tests_integration import mixtures  # as other processes know it
+
+    mixtures.main()

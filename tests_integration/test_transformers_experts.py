@@ -1,12 +1,11 @@
-"""transformers' Trainer with mixtures of experts, by its own ``distributed_config``: data, tensor and expert parallelism
-in 11 layouts of four ranks. ``python -m tests_integration.mixtures`` runs more, beside FSDP2."""
+"""transformers' Trainer with mixtures of experts, by its own ``distributed_config``, in 11 layouts of four ranks.
+
+``python -m tests_integration.mixtures`` runs each model in all layouts, also of eight ranks, beside FSDP2."""
 
 from __future__ import annotations
 
 import pytest
-import transformers
 
-from tests_integration import mixtures
 from tests_integration.mixtures import ON_4, ONE, Job, Layout, difference, train, write_models
 
 LAYOUTS = {"Mixtral": ON_4[::3], "Qwen3-MoE": ON_4[1::3], "DeepSeek-V3": ON_4[2::3]}

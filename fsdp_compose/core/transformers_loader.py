@@ -1,8 +1,8 @@
 """The loaders of transformers and peft: which part of a whole tensor this rank gets.
 
-They assume equal chunks, and both ask transformers' class ``DtensorShardOperation`` (checked with transformers 5.23, 5.24
-and peft 0.21). ``fully_shard`` changes its methods, for our placements alone, if the class is imported by then: what has
-made the model's layers or adapters has imported it.
+They assume equal chunks, and both ask transformers' class ``DtensorShardOperation`` (checked with transformers 5.23
+and 5.24, and peft 0.21). ``fully_shard`` changes its methods, for our placements alone, if the class is imported by
+then: what has made the model's layers or adapters has imported it.
 """
 
 from __future__ import annotations

@@ -474,8 +474,8 @@ def cut_dims(spec: DTensorSpec) -> dict[int, int]:
     missing = 3 - len(spec.shape)
     if any(isinstance(item, StridedShard) for item in spec.placements):
         raise MisuseError(
-            f"an optimizer of whole matrices cannot step a parameter placed {list(spec.placements)}, of which each rank has "
-            "several strides: give it to another optimizer"
+            f"an optimizer of whole matrices cannot step a parameter placed {list(spec.placements)}, of which "
+            "each rank has several strides: give it to another optimizer"
         )
     return {i: item.dim + missing for i, item in enumerate(spec.placements) if isinstance(item, Shard)}
 
