@@ -49,6 +49,7 @@ _LATENT = {
     "num_key_value_heads": 8, "first_k_dense_replace": 1, "topk_group": 1, "n_routed_experts": EXPERTS,
     "moe_intermediate_size": 16, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+FEW = "Mixtral, 2 experts"
 FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "Mixtral": (MixtralForCausalLM, MixtralConfig, _SIZES | {"num_local_experts": EXPERTS}),
     "Qwen3-MoE": (
@@ -57,7 +58,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         _SIZES | {"num_experts": EXPERTS, "moe_intermediate_size": 16, "head_dim": 4, "norm_topk_prob": True},
     ),
     "DeepSeek-V3": (DeepseekV3ForCausalLM, DeepseekV3Config, _SIZES | _LATENT),
-    "Mixtral, 2 experts": (MixtralForCausalLM, MixtralConfig, _SIZES | {"num_local_experts": 2}),
+    FEW: (MixtralForCausalLM, MixtralConfig, _SIZES | {"num_local_experts": 2}),
 }
 
 
@@ -236,58 +237,59 @@ def main() -> None:
     options.add_argument(
         "--tolerance", type=float, default=1e-6, help="of losses and norms; of tensors, 100 times that"
     )
-    options.add_argument("--timeout", type=float, default=600)
+    options.add_argument("--timeout", type=float, default=900)
     given = options.parse_args()
-    dtype, families = getattr(torch, given.dtype), [*FAMILIES]
+    dtype = getattr(torch, given.dtype)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_models(folder, families)
+        write_models(folder, [*FAMILIES])
 
-        def jobs(layout: Layout, own: Path, before: Path) -> list[Job]:
-            """Of each family: begin, and resume what the layout before has saved."""
-            found = []
-            for family in families:
-                start, place = folder / family, own / family
-                found.append(Job(family, layout, start, place, given.steps, dtype=dtype))
-                found.append(Job(family, layout, before / family, place / "resumed", 4, accumulation=2, dtype=dtype))
-            return found
+        print("| layout | model | " + " | ".join(SYSTEMS) + " |", flush=True)
+        for family in FAMILIES:
+            one = folder / "one" / family
 
-        truth = train(jobs(ONE, folder / "one", folder / "one"), folder)
-        print("| " + " | ".join(["layout", *SYSTEMS]) + " |", flush=True)
-        before = dict.fromkeys(SYSTEMS, folder / "one")
-        for layout in [item for item in ON_4 + ON_8 if item.num_ranks in given.ranks]:
-            cells = []
-            for system in SYSTEMS:
-                own = folder / system / str(layout)
-                own.mkdir(parents=True)
-                cells.append(verdict(jobs(layout, own, before[system]), own, system, truth, given))
-                before[system] = own
-            print("| " + " | ".join([str(layout), *cells]) + " |", flush=True)
+            def jobs(layout: Layout, own: Path, before: Path, family: str = family) -> list[Job]:
+                """Begin, and resume what the layout before has saved, with accumulation."""
+                return [
+                    Job(family, layout, folder / family, own, given.steps, dtype=dtype),
+                    Job(family, layout, before, own / "resumed", 4, accumulation=2, dtype=dtype),
+                ]
+
+            truth = train(jobs(ONE, one, one), folder)
+            for num_ranks in given.ranks:
+                layouts = [item for item in ON_4 + ON_8 if item.num_ranks == num_ranks][: 1 if family == FEW else None]
+                columns = []
+                for system in SYSTEMS:
+                    own = [folder / system / family / str(layout) for layout in layouts]
+                    asked = [pair for args in zip(layouts, own, [one, *own], strict=False) for pair in jobs(*args)]
+                    columns.append(words_of(asked, folder, system, truth, given))
+                for i, layout in enumerate(layouts):
+                    cells = [", ".join(words[2 * i : 2 * i + 2]) for words in columns]
+                    print("| " + " | ".join([str(layout), family, *cells]) + " |", flush=True)
 
 
 SYSTEMS = ("FSDP2", "fsdp_compose")
+BOUNDS = {"losses": 1, "norms": 1, "gradients": 100, "parameters": 100}
 
 
-def verdict(jobs: list[Job], folder: Path, system: str, truth: list[dict[str, Any]], given: Any) -> str:
-    """What happens in a layout, in words."""
-    failure = ""
-    try:
-        train(jobs, folder, system, given.timeout)
-    except pytest.fail.Exception as error:
-        lines = [line for line in str(error).splitlines() if re.match(r"[\w.]+(Error|Exception): ", line)]
-        failure = lines[0][:200] if lines else "hangs"
-    path, worst = folder / "results.pt", dict[str, float]()
-    found = torch.load(path) if path.exists() else []
-    for result, expected in zip(found, truth, strict=False):
-        for what, size in difference(result, expected).items():
-            worst[what] = max(size, worst.get(what, 0.0))
-    sizes = ", ".join(f"{what} {size:.0e}" for what, size in worst.items())
-    bounds = {"losses": 1, "norms": 1, "gradients": 100, "parameters": 100}
-    if failure:
-        job = jobs[len(found)]
-        return f"{job.family}{' resumed' if len(found) % 2 else ''}: {failure} (before: {sizes or 'nothing'})"
-    is_right = all(size <= given.tolerance * bounds[what] for what, size in worst.items())
-    return f"{'right' if is_right else 'wrong'}: {sizes}"
+def words_of(jobs: list[Job], folder: Path, system: str, truth: list[dict[str, Any]], given: Any) -> list[str]:
+    """What happens in each job; after a failure the next ones run on new ranks."""
+    words: list[str] = []
+    results = folder / "results.pt"
+    while len(words) < len(jobs):
+        results.unlink(missing_ok=True)
+        failure, expected = "", [truth[i % 2] for i in range(len(words), len(jobs))]
+        try:
+            train(jobs[len(words) :], folder, system, given.timeout)
+        except pytest.fail.Exception as error:
+            lines = [line for line in str(error).splitlines() if re.match(r"[\w.]+(Error|Exception): ", line)]
+            failure = lines[0][:200] if lines else "hangs"
+        for found, other in zip(torch.load(results) if results.exists() else [], expected, strict=False):
+            sizes = difference(found, other)
+            is_right = all(size <= given.tolerance * BOUNDS[what] for what, size in sizes.items())
+            words.append(f"{'right' if is_right else 'wrong'} ({', '.join(f'{size:.0e}' for size in sizes.values())})")
+        words += [failure] if failure else []
+    return words
 
 
 if __name__ == "__main__":
