@@ -146,10 +146,12 @@ class Job(NamedTuple):
 
     def run(self) -> dict[str, Any]:
         """What was recorded, and the parameters as one process reads them from the hub files that were written."""
+        of_rank = BATCH // (self.layout.dp_replicate * self.layout.fsdp)
+        accumulation = min(self.accumulation, of_rank)
         arguments = TrainingArguments(
-            str(self.folder), per_device_train_batch_size=BATCH // (self.layout.dp_replicate * self.layout.fsdp)
-            // self.accumulation, gradient_accumulation_steps=self.accumulation, max_steps=self.steps,
-            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, max_grad_norm=1.0, disable_tqdm=True,
+            str(self.folder), per_device_train_batch_size=of_rank // accumulation, max_steps=self.steps,
+            gradient_accumulation_steps=accumulation, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+            max_grad_norm=1.0, disable_tqdm=True,
         )  # fmt: skip
         if self.layout != ONE:
             pretend_to_have_accelerators()

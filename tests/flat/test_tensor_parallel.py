@@ -36,6 +36,7 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
 )
 from fsdp_compose.core.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
+from fsdp_compose.optim import Muon
 from tests.checkpoint.states import assert_equal, shared_folder, whole
 from tests.harness import distributed, environment, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
@@ -734,7 +735,7 @@ class Packed(nn.Module):
         return (gate * up).square()
 
 
-def packed(stacked: bool, mesh: DeviceMesh | None = None, granule: Any = None) -> Packed:
+def packed_model(stacked: bool, mesh: DeviceMesh | None = None, granule: Any = None) -> Packed:
     torch.manual_seed(0)
     model = Packed(stacked)
     if mesh is not None:
@@ -749,7 +750,7 @@ def packed(stacked: bool, mesh: DeviceMesh | None = None, granule: Any = None) -
 @pytest.mark.parametrize("stacked", [False, True])
 def test_parameters_cut_in_strides_train_and_are_saved_as_one_process_has_them(stacked, granule):
     mesh = mesh_of(2, 2)
-    model, expected = packed(stacked, mesh, granule), packed(stacked)
+    model, expected = packed_model(stacked, mesh, granule), packed_model(stacked)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     expected(x).mean(-2).sum().backward()
     model(x.chunk(2)[mesh.get_local_rank("dp")]).mean(-2).sum().backward()
@@ -766,7 +767,7 @@ def test_parameters_cut_in_strides_train_and_are_saved_as_one_process_has_them(s
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert_equal(read, full)
     for source in ("parts", "full"):
-        other = packed(stacked, mesh, granule)
+        other = packed_model(stacked, mesh, granule)
         state = get_model_state_dict(other) if source == "parts" else full
         if source == "parts":
             dcp.load(state, checkpoint_id=str(folder / "saved"))
@@ -774,6 +775,23 @@ def test_parameters_cut_in_strides_train_and_are_saved_as_one_process_has_them(s
         assert_equal([*map(whole, other.parameters())], [*map(whole, model.parameters())])
     with fsdp_compose.summon_full_params(model):
         assert torch.equal(whole(model.weight), full["weight"])
+
+
+@distributed(world_size=4)
+def test_what_strides_do_not_allow_is_refused():
+    mesh = mesh_of(2, 2)
+    model = nn.Linear(5, 6, bias=False)
+    placement = StridedShard(0, split_factor=2)
+    placed = DTensor.from_local(
+        torch.zeros(3, 5), mesh["tp"], [placement], run_check=False, shape=torch.Size((6, 5)), stride=(5, 1)
+    )
+    model.weight = nn.Parameter(placed)
+    with pytest.raises(ValueError, match=r"weight is already a DTensor.*dimension 0, of size 6, .* 4 strides"):
+        fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="each rank has several strides"):
+        packed = packed_model(stacked=False, mesh=mesh)
+        packed(torch.ones(4, 6)).sum().backward()
+        Muon([packed.weight], lr=0.1).step()
 
 
 # ---- errors
