@@ -22,6 +22,7 @@ Two simulated process groups:
     python benchmarks/host_overhead.py --backend null --world 64
     python benchmarks/host_overhead.py --backend null --world 64 --compiled    # blocks compiled one by one
     python benchmarks/host_overhead.py --backend null --world 64 --layout hybrid --systems fsdp_compose    # or tensor
+    python benchmarks/host_overhead.py --backend null --world 64 --blocks 4 --experts 128    # as DeepSeek-V3's
     python benchmarks/host_overhead.py --quick
     python benchmarks/host_overhead.py --ablate       # what each check of fsdp_compose costs
     python benchmarks/host_overhead.py --against ../before --rounds 11    # this checkout and another one, in turn
@@ -49,7 +50,7 @@ import null_process_group
 import report
 import torch
 import torch.distributed as dist
-from models import Block, TinyBlocks, num_groups
+from models import Block, TinyBlocks, TinyMixtures, num_groups
 from report import column
 from systems import FLAT_MESH, FSDP2, HYBRID_MESH, OURS, PLAIN, SYSTEMS, TENSOR_MESH, lay_out
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -75,6 +76,7 @@ class Setting:
     repeats: int
     takes_lowest: bool = False  # of the repeats, not their median: noise only adds
     layout: str = FLAT_MESH
+    num_experts: int = 0  # of each block
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,9 @@ def measure(
     """
     _use_simulated_group(setting.backend, setting.world)
     lay_out(setting.layout)
-    base = TinyBlocks(setting.num_blocks)
+    base = (
+        TinyMixtures(setting.num_blocks, setting.num_experts) if setting.num_experts else TinyBlocks(setting.num_blocks)
+    )
     steps = {case: TrainingStep(base, *case, setting.is_compiled) for case in cases}
     for step in steps.values():
         for _ in range(4):  # lazy initialisation, and the order that prefetching follows
@@ -469,6 +473,7 @@ def main() -> None:
         _run_child(**json.loads(options.child))
         return
     sizes = {"num_blocks": options.blocks, "repeats": options.repeats, "layout": options.layout}
+    sizes["num_experts"] = options.experts
     settings = [
         Setting(backend, world, options.compiled, **sizes) for backend in options.backend for world in options.world
     ]
@@ -506,6 +511,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--world", type=int, nargs="+", help="simulated ranks (default: 64 8; --quick: 64)")
     parser.add_argument("--systems", choices=OTHERS, nargs="+", default=OTHERS, help="next to plain and FSDP2")
     parser.add_argument("--blocks", type=int, help="blocks of the model (default: 48; --quick: 3)")
+    parser.add_argument("--experts", type=int, default=0, help="in each block; it is then of DeepSeek-V3's kind")
     parser.add_argument("--repeats", type=int, help="timed steps per system (default: 25; --quick: 3)")
     parser.add_argument(
         "--layout",

@@ -1,7 +1,7 @@
 """The models that the benchmarks train: transformer blocks, tiny ones for host overhead and real ones for bytes.
 
-Every model has ``.blocks``; a block has 12 parameters, all trainable. Wrapping schemes (``systems.py``) make one group
-of each block and one of what remains.
+Every model has ``.blocks``; a block has 12 parameters (``MixtureBlock``: 13, and 3 of each expert), all trainable.
+Wrapping schemes (``systems.py``) make one group of each block and one of what remains.
 """
 
 from __future__ import annotations
@@ -56,6 +56,55 @@ class TinyBlocks(nn.Module):
 
     def example_input(self) -> torch.Tensor:
         return torch.randn(1, 2, self.width)
+
+
+class Expert(nn.Module):
+    """Two projections, one gating the other, and one back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class MixtureBlock(nn.Module):
+    """A block in the shape of DeepSeek-V3's: latent attention, an fp32 router, a shared expert, routed ones, of which a
+    token takes two. Most experts of a step get no token."""
+
+    def __init__(self, num_experts: int, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.query_norm, self.latent_norm, self.mlp_norm = (nn.RMSNorm(width) for _ in range(4))
+        self.query_down, self.query_up, self.latent_down, self.projection = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+        self.latent_up = nn.Linear(width, 2 * width, bias=False)
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.shared = Expert(width)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(num_experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.attention_norm(x)
+        query = self.query_up(self.query_norm(self.query_down(normed)))
+        key, value = self.latent_up(self.latent_norm(self.latent_down(normed))).chunk(2, -1)
+        x = x + self.projection(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+        tokens = self.mlp_norm(x)
+        scores = F.linear(tokens.float(), self.router.weight.float()).sigmoid()
+        weights, chosen = scores.topk(2, -1)
+        routed = [
+            sum(weight * self.experts[i](token) for weight, i in zip(own, chosen_of_token.tolist(), strict=True))
+            for token, own, chosen_of_token in zip(tokens[0], weights[0].to(tokens.dtype), chosen[0], strict=True)
+        ]
+        return x + self.shared(tokens) + torch.stack(routed)[None]
+
+
+class TinyMixtures(TinyBlocks):
+    """The same for mixtures of experts."""
+
+    def __init__(self, num_blocks: int, num_experts: int) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(MixtureBlock(num_experts, self.width) for _ in range(num_blocks))
 
 
 class GPT(nn.Module):

@@ -20,5 +20,7 @@ MODELS: dict[str, list[Shape]] = {
     ],
     "GPT-2 small embeddings": [(50257, 768), (1024, 768), (768,), (768,)],
     "128 fused experts": [(128, 2880, 5760), (128, 5760), (128, 2880, 2880), (128, 2880)],
+    "256 stacked experts": [(256, 4096, 7168), (256, 7168, 2048)],  # of DeepSeek-V3
+    "32 stacked experts": [(32, 4096, 7168), (32, 7168, 2048)],  # what one of eight expert-parallel ranks has of them
     "256 separate experts": [(2048, 7168), (2048, 7168), (7168, 2048)] * 256,
 }

@@ -55,7 +55,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as _shape_and_offset
 from torch.distributed.tensor.placement_types import Shard as _Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
@@ -80,6 +80,7 @@ __all__ = [
     "PlainAttributes",
     "Shown",
     "StorageInfo",
+    "StridedShard",
     "TensorMeta",
     "WorkOfGraph",
     "add_composable_state",
@@ -851,12 +852,12 @@ def wrapped_child(module: nn.Module) -> str | None:
 
 def is_shard_of_rows(placement: object) -> bool:
     """Whether a stock placement shards dim 0, within what other mesh dimensions leave or not."""
-    return isinstance(placement, (_Shard, _StridedShard)) and placement.dim == 0
+    return isinstance(placement, (_Shard, StridedShard)) and placement.dim == 0
 
 
 def rows_within(num_parts: int) -> Any:
     """The stock placement that shards the rows of each of so many parts, which another mesh dimension has made."""
-    return _StridedShard(0, split_factor=num_parts) if num_parts > 1 else _Shard(0)
+    return StridedShard(0, split_factor=num_parts) if num_parts > 1 else _Shard(0)
 
 
 def default_store() -> dist.Store:

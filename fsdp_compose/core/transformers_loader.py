@@ -1,8 +1,8 @@
 """The loaders of transformers and peft: which part of a whole tensor this rank gets.
 
-They assume equal chunks, and both ask transformers' class ``DtensorShardOperation`` (checked with transformers 5.23 and
-peft 0.21). ``fully_shard`` changes its methods, for our placements alone, if the class is imported by then: what has
-made the model's layers or adapters has imported it.
+They assume equal chunks, and both ask transformers' class ``DtensorShardOperation`` (checked with transformers 5.23
+and 5.24, and peft 0.21). ``fully_shard`` changes its methods, for our placements alone, if the class is imported by
+then: what has made the model's layers or adapters has imported it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ def _extend(loader: Any) -> None:
     def init(self: Any, param: DTensor) -> None:
         self._fsdp_compose_num_stacked = param.shape[0] if param.ndim else 1
         is_box = param.ndim > 0 and not any(isinstance(item, RaggedShard) and item.flat for item in param.placements)
+        self._fsdp_compose_is_empty = False
         if is_box or not _ragged_dims(param.placements):
             stock_init(self, param)
+            if _ragged_dims(param.placements) and self._axis0_local_size == 0:
+                self._fsdp_compose_is_empty = True
+                self._axis0_offset, self._axis0_local_size = 0, 1  # read one, and leave it out
         else:
             self.device_mesh, self.placements, self.param_ndim = param.device_mesh, tuple(param.placements), param.ndim
 
@@ -45,7 +49,8 @@ def _extend(loader: Any) -> None:
         self: Any, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
         """Return this rank's part of ``source``, a tensor or a slice of a file. With ``tensor_idx``, ``source`` is one
-        index of dim 0 of the parameter, and the result is ``None`` if this rank has no part of it.
+        index of dim 0 of the parameter, and the result is ``None`` if this rank has no part of it. Of a parameter of
+        which this rank has no part at all it gets one, which ``torch.stack`` leaves out: an empty list has no shape.
 
         Raises:
             NotImplementedError: ``source`` is one index of a parameter that is sharded between elements.
@@ -61,17 +66,16 @@ def _extend(loader: Any) -> None:
         placement, num_stacked, before = self.placements[found[0]], self._fsdp_compose_num_stacked, self.placements
         start, stop = placement.unit_range(self.device_mesh.get_local_rank(found[0]))
         num_dims = len(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
-        is_one_of_stack = num_dims == self.param_ndim - 1
         # transformers reads the experts of a stacked parameter one by one.
-        if tensor_idx is not None and is_one_of_stack:
+        if tensor_idx is not None and num_dims == self.param_ndim - 1:
             if placement.flat:
                 raise NotImplementedError(
                     f"{placement!r} shards a parameter of {num_stacked} stacked tensors between elements, but the "
                     "checkpoint stores the tensors one by one: shard it by rows, or load the model before fully_shard()"
                 )
-            if not start <= tensor_idx % num_stacked < stop:
-                return None
-        elif num_dims and not placement.flat and all(isinstance(item, (RaggedShard, Replicate)) for item in before):
+            part = stock()
+            return part.as_subclass(_LeftOut) if part is not None and self._fsdp_compose_is_empty else part
+        if num_dims and not placement.flat and all(isinstance(item, (RaggedShard, Replicate)) for item in before):
             return source[start:stop].to(device=device, dtype=dtype)
         # The stock code cuts what other placements cut; our part of that is cut below.
         self.placements = tuple(Replicate() if isinstance(item, RaggedShard) else item for item in before)
@@ -80,11 +84,18 @@ def _extend(loader: Any) -> None:
         finally:
             self.placements = before
         assert part is not None, "the others leave a part of everything"
-        if is_one_of_stack:
-            return part
         return part[start:stop] if part.dim() and not placement.flat else part.reshape(-1)[start:stop]
 
     loader.__init__, loader.shard_tensor = init, shard_tensor
+
+
+class _LeftOut(torch.Tensor):
+    """A tensor that gives a stack its shape, and no row."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        return result.as_subclass(torch.Tensor)[:0] if func is torch.stack else result
 
 
 def _ragged_dims(placements: Any) -> list[int]:

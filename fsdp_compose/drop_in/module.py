@@ -210,8 +210,10 @@ class FSDPModule(fsdp.FSDPModule):
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """``fsdp_compose.set_requires_gradient_sync``."""
+        """``fsdp_compose.set_requires_gradient_sync``, and ``fsdp_compose.set_requires_all_reduce`` with the same
+        flag."""
         controls.set_requires_gradient_sync(_module(self), requires_gradient_sync, recurse=recurse)
+        controls.set_requires_all_reduce(_module(self), requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """``fsdp_compose.set_requires_all_reduce``."""

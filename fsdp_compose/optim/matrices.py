@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .._torch import DTensorSpec, compute_local_shape_and_global_offset, dtensor_spec, foreach_copy_
+from .._torch import DTensorSpec, StridedShard, compute_local_shape_and_global_offset, dtensor_spec, foreach_copy_
 from ..errors import MisuseError
 from ..extension import (
     DataParallelMesh,
@@ -472,6 +472,11 @@ def cut_dims(spec: DTensorSpec) -> dict[int, int]:
     """By mesh dimension, the dimension of a stack of matrices over which it cuts: 1 for rows, 2 for columns, less for
     what a stack does not show."""
     missing = 3 - len(spec.shape)
+    if any(isinstance(item, StridedShard) for item in spec.placements):
+        raise MisuseError(
+            f"an optimizer of whole matrices cannot step a parameter placed {list(spec.placements)}, of which "
+            "each rank has several strides: give it to another optimizer"
+        )
     return {i: item.dim + missing for i, item in enumerate(spec.placements) if isinstance(item, Shard)}
 
 

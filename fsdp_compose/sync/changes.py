@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._arguments import checked, size_of
-from .._torch import DTensorSpec, compute_local_shape_and_global_offset
+from .._torch import DTensorSpec, StridedShard, compute_local_shape_and_global_offset
 from ..errors import MisuseError, MisuseRuntimeError
 from ..extension import FlatParamHandle, Label, TensorParallel, Transport, group_of, is_first, transport_of
 from .full_parameters import (
@@ -263,6 +263,11 @@ def _in_whole(spec: DTensorSpec, part: Elements) -> Elements:
     shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     if not part.positions.numel():
         return part
+    if any(isinstance(item, StridedShard) for item in spec.placements):
+        raise MisuseError(
+            f"changes of a parameter placed {list(spec.placements)}, of which each rank has several strides, cannot be "
+            "sent: send full_parameters()"
+        )
     positions, stride = torch.zeros_like(part.positions), 1
     places = torch.unravel_index(part.positions, tuple(shape))
     for place, first, size in zip(reversed(places), reversed(offset), reversed(spec.shape), strict=True):

@@ -61,15 +61,22 @@ class Experts(nn.Module):
         self.bias = nn.Parameter(torch.randn(NUM_EXPERTS, DIM) / 3)
         self.mesh: DeviceMesh | None = None
         self.tp: DeviceMesh | None = None  # over which the output features of each expert are spread
+        self.sharing: DeviceMesh | None = None  # ranks that have one batch; each sends a slice of it
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.mesh is None:
             return self.mixture(x, weights, self.weight, self.bias)
+        if self.sharing is not None:
+            x, weights = [
+                DTensor.from_local(item, self.sharing, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
+                for item in (x, weights)
+            ]
         group, rank, num = self.mesh.get_group(), self.mesh.get_local_rank(), self.mesh.size()
         all_x = Gathered.apply(x, group)
         all_weights = Gathered.apply(weights, group).chunk(num, 1)[rank]
         mine = self.mixture(all_x, all_weights, self.weight.to_local(), self.bias.to_local())
-        return Summed.apply(mine, group).chunk(num)[rank]
+        own = Summed.apply(mine, group).chunk(num)[rank]
+        return own if self.sharing is None else DTensor.from_local(own, self.sharing, [Shard(0)]).full_tensor()
 
     def mixture(self, x: torch.Tensor, weights: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         if self.tp is None:
@@ -150,6 +157,21 @@ def test_experts_that_tensor_parallelism_cuts_too_train_as_one_process(num_shard
     fully_shard(model.experts, mesh=mesh["edp"])
     fully_shard(model, mesh=dp)
     norms = train(model, dp.get_local_rank(), 2, clip)
+    torch.testing.assert_close(norms, train(expected, 0, 1, TORCHS), rtol=1e-5, atol=1e-5)
+    assert_same_parameters(model, expected, tolerance=1e-5)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("clip", [clip_grad_norm_, TORCHS])
+def test_experts_on_all_ranks_of_which_pairs_share_a_batch_train_as_one_process(clip):
+    mesh = lasting_mesh(("dp", "tp"))
+    experts = lasting_mesh(("edp", "ep"), (1, 4))
+    model, expected = mixture(), mixture()
+    spread(model, experts["ep"])
+    model.experts.sharing = mesh["tp"]
+    fully_shard(model.experts, mesh=experts["edp"])
+    fully_shard(model, mesh=mesh["dp"])
+    norms = train(model, mesh.get_local_rank("dp"), 2, clip)
     torch.testing.assert_close(norms, train(expected, 0, 1, TORCHS), rtol=1e-5, atol=1e-5)
     assert_same_parameters(model, expected, tolerance=1e-5)
 

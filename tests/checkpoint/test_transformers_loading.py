@@ -64,11 +64,21 @@ def test_of_tensors_that_are_stacked_a_rank_reads_those_in_its_rows():
     param = distribute_tensor(full, mesh, [RaggedShard((2, 3, 0))])
     loading = DtensorShardOperation(param)
     parts = [loading.shard_tensor(full[i], tensor_idx=i) for i in range(5)]
-    mine = [part for part in parts if part is not None]
-    assert torch.equal(torch.stack(mine) if mine else torch.empty(0, 2, 4), param.to_local())
+    assert torch.equal(torch.stack([part for part in parts if part is not None]), param.to_local())
     flat = DtensorShardOperation(distribute_tensor(full, mesh, [RaggedShard((7, 30, 3), flat=True)]))
     with pytest.raises(NotImplementedError, match="5 stacked tensors between elements"):
         flat.shard_tensor(full[0], tensor_idx=0)
+
+
+@distributed(world_size=4)
+def test_of_experts_that_are_stacked_a_rank_reads_those_in_its_rows_of_its_part():
+    full = torch.arange(48.0).reshape(8, 2, 3)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    for counts in ((1, 3), (0, 4)):
+        param = distribute_ragged(full, mesh, [RaggedShard(counts), Shard(0)])
+        parts = [DtensorShardOperation(param).shard_tensor(full[i], tensor_idx=i) for i in range(8)]
+        stacked = torch.stack([part for part in parts if part is not None])
+        assert type(stacked) is torch.Tensor and torch.equal(stacked, param.to_local())
 
 
 @pytest.mark.parametrize("is_file", [False, True])

@@ -312,15 +312,19 @@ def test_the_same_program_gives_fsdp2s_numbers(options, accumulate):
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("ends", ["set_requires_all_reduce", "set_requires_gradient_sync"])
 @distributed(world_size=4)
-def test_hybrid_sharding_with_reductions_left_out_gives_fsdp2s_numbers():
+def test_hybrid_sharding_with_reductions_left_out_gives_fsdp2s_numbers(ends):
     mesh = lasting_mesh(("replicate", "shard"))
     losses = {}
     for name, system in SYSTEMS.items():
         model = shard(system, make_gpt(), mesh=mesh, reshard_after_forward=True)
         optimizer, losses[name] = torch.optim.SGD(model.parameters(), 0.1), []
         for step, batch in enumerate(batches(6)):
-            model.set_requires_all_reduce(step % 2 == 1)
+            if step % 2:
+                getattr(model, ends)(True)
+            else:
+                model.set_requires_all_reduce(False)
             loss = gpt_loss(model, local_part(batch))
             loss.backward()
             losses[name].append(loss.detach())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp_compose
@@ -35,6 +36,7 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
 )
 from fsdp_compose.core.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
+from fsdp_compose.optim import Muon
 from tests.checkpoint.states import assert_equal, shared_folder, whole
 from tests.harness import distributed, environment, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
@@ -714,6 +716,82 @@ def test_checkpoints_are_those_of_fsdp2_and_tensor_parallelism():
     set_model_state_dict(again, state["model"])
     set_optimizer_state_dict(again, other, state["optimizer"])
     assert_equal(full_state(again, other), full_state(ours, optimizer))
+
+
+# ---- parameters of which a tensor-parallel rank has several strides
+
+
+class Packed(nn.Module):
+    """Two projections in one parameter, of one layer or of stacked ones, of both of which each rank has a part."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*([3] * stacked), 8, 6))
+        self.scale = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        gate, up = (x @ weight.transpose(-1, -2)).chunk(2, -1)
+        return (gate * up).square()
+
+
+def packed_model(stacked: bool, mesh: DeviceMesh | None = None, granule: Any = None) -> Packed:
+    torch.manual_seed(0)
+    model = Packed(stacked)
+    if mesh is not None:
+        placement = StridedShard(int(stacked), split_factor=2)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [placement]))
+        fully_shard(model, mesh=mesh["dp"], granularity=lambda *_: granule)
+    return model
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("granule", ["rows", "elements"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_parameters_cut_in_strides_train_and_are_saved_as_one_process_has_them(stacked, granule):
+    mesh = mesh_of(2, 2)
+    model, expected = packed_model(stacked, mesh, granule), packed_model(stacked)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    expected(x).mean(-2).sum().backward()
+    model(x.chunk(2)[mesh.get_local_rank("dp")]).mean(-2).sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), expected.weight.grad)
+    norms = [clip_grad_norm_(item.parameters(), 0.5) for item in (model, expected)]
+    torch.testing.assert_close(whole(norms[0]), norms[1])
+    for item in (model, expected):
+        torch.optim.SGD(item.parameters(), lr=0.1).step()
+    assert_same_parameters(model, expected, tolerance=1e-6)
+    folder = shared_folder()
+    dcp.save(get_model_state_dict(model), checkpoint_id=str(folder / "saved"))
+    read = {name: torch.zeros(param.shape) for name, param in expected.named_parameters()}
+    dcp.load(read, checkpoint_id=str(folder / "saved"))
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_equal(read, full)
+    for source in ("parts", "full"):
+        other = packed_model(stacked, mesh, granule)
+        state = get_model_state_dict(other) if source == "parts" else full
+        if source == "parts":
+            dcp.load(state, checkpoint_id=str(folder / "saved"))
+        set_model_state_dict(other, state, options=StateDictOptions(full_state_dict=source == "full"))
+        assert_equal([*map(whole, other.parameters())], [*map(whole, model.parameters())])
+    with fsdp_compose.summon_full_params(model):
+        assert torch.equal(whole(model.weight), full["weight"])
+
+
+@distributed(world_size=4)
+def test_what_strides_do_not_allow_is_refused():
+    mesh = mesh_of(2, 2)
+    model = nn.Linear(5, 6, bias=False)
+    placement = StridedShard(0, split_factor=2)
+    placed = DTensor.from_local(
+        torch.zeros(3, 5), mesh["tp"], [placement], run_check=False, shape=torch.Size((6, 5)), stride=(5, 1)
+    )
+    model.weight = nn.Parameter(placed)
+    with pytest.raises(ValueError, match=r"weight is already a DTensor.*dimension 0, of size 6, .* 4 strides"):
+        fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="each rank has several strides"):
+        packed = packed_model(stacked=False, mesh=mesh)
+        packed(torch.ones(4, 6)).sum().backward()
+        Muon([packed.weight], lr=0.1).step()
 
 
 # ---- errors

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._torch import (
     DTensorSpec,
+    StridedShard,
     TensorMeta,
     compute_local_shape_and_global_offset,
     dtensor_spec,
@@ -41,7 +42,7 @@ from ..._torch import (
 )
 from ...errors import MisuseError
 from ..comm import Transport, TransportRole, check_beside, default_mesh, has_ranks_in_common
-from ..ragged import RaggedDTensor
+from ..ragged import RaggedDTensor, refuse_uneven_strides
 from .codecs import is_composite
 from .sharded_param import FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, annotation_of, own_counter, spec_of
 
@@ -74,8 +75,9 @@ def refuse_placement(fqn: str, param: torch.Tensor, mesh: DeviceMesh) -> None:
         )
     if isinstance(param, RaggedDTensor):
         raise MisuseError(f"{what}{spec.mesh}: distribute_ragged() made it; give its module plain parameters")
-    if any(not item.is_replicate() and type(item) is not Shard for item in spec.placements):
+    if any(not item.is_replicate() and type(item) not in (Shard, StridedShard) for item in spec.placements):
         raise MisuseError(f"{what}{spec.mesh}: only Shard and Replicate are supported for tensor parallelism")
+    refuse_uneven_strides(spec, f"{what}{spec.mesh}")
     mesh = param.__dict__.get(MESH_ATTRIBUTE, mesh)
     try:
         if has_ranks_in_common(mesh, spec.mesh):
@@ -121,7 +123,7 @@ def largest_local_shape(spec: DTensorSpec) -> tuple[int, ...]:
     """The largest ``local_shape`` of any rank."""
     shape = list(spec.shape)
     for dim, placement in enumerate(spec.placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, (Shard, StridedShard)):
             shape[placement.dim] = -(-shape[placement.dim] // spec.mesh.size(dim))
     return tuple(shape)
 
@@ -134,7 +136,7 @@ def is_split_evenly(param: torch.Tensor) -> bool:
 
 def is_even(spec: DTensorSpec) -> bool:
     """Whether all ranks have equally much."""
-    sharded = [spec.mesh.size(dim) for dim, item in enumerate(spec.placements) if item.is_shard()]
+    sharded = [spec.mesh.size(dim) for dim, item in enumerate(spec.placements) if not item.is_replicate()]
     return prod(largest_local_shape(spec)) * prod(sharded) == prod(spec.shape)
 
 
@@ -184,7 +186,7 @@ class TensorParallel:
         spec = self.specs[index]
         if spec is None:
             return ()
-        return tuple((spec.mesh, dim) for dim, item in enumerate(spec.placements) if item.is_shard())
+        return tuple((spec.mesh, dim) for dim, item in enumerate(spec.placements) if not item.is_replicate())
 
     def by_groups(self, indices: Iterable[int]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
         """Parameters by the process groups of these dimensions."""

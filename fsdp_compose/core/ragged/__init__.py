@@ -50,6 +50,7 @@ from .ownership import writes as writes
 from .placement import RaggedShard as RaggedShard
 from .placement import RaggedSpec as RaggedSpec
 from .placement import RunLengths as RunLengths
+from .placement import refuse_uneven_strides as refuse_uneven_strides
 
 if TYPE_CHECKING:
     from .ops.reductions import accurate_dtype as accurate_dtype

@@ -50,17 +50,15 @@ class CheckpointedDTensor(OwnedDTensor):
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
         """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
-        base, (start, _) = self._spec.inner_offsets, self._spec.element_range
+        start, _ = self._spec.element_range
         local = local_tensor(self).detach().view(-1)
         return [
             (
-                ChunkStorageMetadata(
-                    offsets=torch.Size([a + b for a, b in zip(base, box.offsets, strict=True)]),
-                    sizes=torch.Size(box.sizes),
-                ),
-                local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes),
+                ChunkStorageMetadata(offsets=torch.Size(whole.offsets), sizes=torch.Size(whole.sizes)),
+                local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes)[place],
             )
             for box in self._spec.boxes()
+            for whole, place in self._spec.boxes_of_whole(box)
         ]
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
@@ -474,9 +472,11 @@ def shard_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 
 
 def inner_of_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """The part of the whole tensor that the ``RaggedShard`` shards; a view."""
-    places = zip(spec.inner_offsets, spec.inner_shape, strict=True)
-    return whole[tuple([slice(offset, offset + size) for offset, size in places])]
+    """The part of the whole tensor that the ``RaggedShard`` shards; a view, unless it lies in strides."""
+    for dim, runs in enumerate(spec.inner_runs):
+        parts = [whole.narrow(dim, *run) for run in runs]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole
 
 
 _LABEL = Label(["a RaggedDTensor"])

@@ -25,7 +25,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, product, repeat
 from math import prod
 from typing import Any, NamedTuple, overload
 
@@ -37,13 +37,14 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ..._torch import (
     DTensorSpec,
+    StridedShard,
     TensorMeta,
     compute_local_shape_and_global_offset,
     is_shard_of_rows,
     mend_mesh,
     rank_of_mesh,
 )
-from ...errors import MisuseRuntimeError
+from ...errors import MisuseError, MisuseRuntimeError
 
 # ---- ``RunLengths``: one count per rank, stored as runs of equal counts
 #
@@ -484,10 +485,16 @@ class RaggedSpec(DTensorSpec):
         """The shape that the ``RaggedShard`` shards: what is local after all other placements."""
         return self._inner[0]
 
-    @property
-    def inner_offsets(self) -> Shape:
-        """The offsets of the inner tensor in the whole tensor."""
-        return self._inner[1]
+    @cached_property
+    def inner_runs(self) -> list[list[tuple[int, int]]]:
+        """Where the inner tensor lies in the whole tensor: of each dimension, starts and sizes."""
+        runs = [[place] for place in zip(self._inner[1], self._inner[0], strict=True)]
+        for dim, item in enumerate(self.placements):
+            if isinstance(item, StridedShard):
+                runs[item.dim] = _strided_runs(
+                    item, self.shape[item.dim], self.mesh.size(dim), self.mesh.get_local_rank(dim)
+                )
+        return runs
 
     @cached_property
     def is_only_ragged(self) -> bool:
@@ -552,6 +559,14 @@ class RaggedSpec(DTensorSpec):
             return [Box((0,) * len(self.shape), tuple(self.shape), 0)] if self.rank == 0 else []
         return range_to_boxes(self.inner_shape, *self.element_range)
 
+    def boxes_of_whole(self, box: Box) -> list[tuple[Box, tuple[slice, ...]]]:
+        """A box of the inner tensor as boxes of the whole tensor, each with its place in that box."""
+        found: list[tuple[Box, tuple[slice, ...]]] = []
+        for pieces in product(*map(_inside, self.inner_runs, box.offsets, box.sizes)):
+            place = tuple([slice(start, start + size) for _, start, size in pieces])
+            found.append((Box(tuple([first for first, *_ in pieces]), tuple([size for *_, size in pieces]), 0), place))
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
         if self.mesh.size() > 1 and not _warned and _is_saved_alone():
             _warned.append(self)
@@ -562,6 +577,37 @@ class RaggedSpec(DTensorSpec):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         mend_mesh(self.mesh)
+
+
+def _strided_runs(placement: StridedShard, size: int, num_ranks: int, rank: int) -> list[tuple[int, int]]:
+    length = size // (placement.split_factor * num_ranks)
+    return [((i * num_ranks + rank) * length, length) for i in range(placement.split_factor)]
+
+
+def _inside(runs: list[tuple[int, int]], offset: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """What a range of an inner dimension holds of its runs: starts in the whole and in the range, and sizes."""
+    begin = 0
+    for start, length in runs:
+        first, last = max(begin, offset), min(begin + length, offset + size)
+        if first < last or size == 0:
+            yield start + first - begin, first - offset, max(last - first, 0)
+        begin += length
+        if size == 0:
+            return
+
+
+def refuse_uneven_strides(spec: DTensorSpec, what: str) -> None:
+    """Raise ValueError if a dimension is split in strides that are not equally long, or is split twice."""
+    dims = [item.dim for item in spec.placements if isinstance(item, (Shard, StridedShard))]
+    for mesh_dim, item in enumerate(spec.placements):
+        if not isinstance(item, StridedShard):
+            continue
+        num_strides = int(item.split_factor) * spec.mesh.size(mesh_dim)
+        if dims.count(item.dim) > 1 or spec.shape[item.dim] % num_strides:
+            raise MisuseError(
+                f"{what}: its dimension {item.dim}, of size {spec.shape[item.dim]}, must be split once, into "
+                f"{num_strides} strides of one length"
+            )
 
 
 _warned: list[RaggedSpec] = []

@@ -142,7 +142,7 @@ def _make_up(mesh: DataParallelMesh, spec: DTensorSpec, data: frozenset[int]) ->
     joined = mesh.beside(spec.mesh)
     place = (joined.get_coordinate() or ())[mesh.mesh.ndim :]
     # Where it is whole, its gradients would differ.
-    ways = [slice(None) if item.is_shard() else i for i, item in zip(place, spec.placements, strict=True)]
+    ways = [i if item.is_replicate() else slice(None) for i, item in zip(place, spec.placements, strict=True)]
     return data <= {*joined.mesh[tuple([..., *ways])].flatten().tolist()}
 
 

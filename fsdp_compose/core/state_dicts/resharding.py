@@ -14,7 +14,14 @@ from ..._torch import dtensor_spec, local_tensor, make_dtensor
 from ..comm import as_transferable
 from ..flat import FlatParamHandle
 from ..optimizers import map_leaves
-from ..ragged import CompositeDTensor, RaggedDTensor, ReplicatedDTensor, distribute_ragged, with_local
+from ..ragged import (
+    CompositeDTensor,
+    RaggedDTensor,
+    ReplicatedDTensor,
+    distribute_ragged,
+    inner_of_whole,
+    with_local,
+)
 from .fqns import Place
 from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
 
@@ -155,10 +162,8 @@ def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
         placements = dtensor_spec(like).placements
         return distribute_tensor(whole.to(target.device), like.device_mesh, placements, src_data_rank=None)
     spec = like._spec.with_dtype(whole.dtype)
-    boxes = zip(spec.inner_offsets, spec.inner_shape, strict=True)
-    inner = whole[tuple([slice(offset, offset + size) for offset, size in boxes])]
     start, stop = spec.element_range
-    local = inner.reshape(-1)[start:stop].view(spec.local_shape).to(target.device)
+    local = inner_of_whole(whole, spec).reshape(-1)[start:stop].view(spec.local_shape).to(target.device)
     return RaggedDTensor(local, spec)
 
 
