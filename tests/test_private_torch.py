@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleGPipe
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.two_tensor import TwoTensor
@@ -1867,6 +1867,15 @@ def test_is_shard_of_rows():
         assert _torch.is_shard_of_rows(placement)
     for other in (Shard(1), Replicate(), Partial(), None):
         assert not _torch.is_shard_of_rows(other)
+
+
+def test_StridedShard():
+    placement = _torch.StridedShard(0, split_factor=2)
+    assert (placement.dim, placement.split_factor) == (0, 2) and not placement.is_replicate()
+    with fake_process_group(rank=1, world_size=2):  # the second half of each of two parts
+        whole = torch.arange(8)
+        part = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [placement], src_data_rank=None)
+        assert part.to_local().tolist() == [2, 3, 6, 7]
 
 
 def test_rows_within():

@@ -301,16 +301,23 @@ class Meshes:
         return self.groups[key]
 
 
+def spread_experts(program: Program, built: list[Module], meshes: Meshes) -> None:
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    for module in built:
+        if module.part.kind == "experts":
+            module.ep = meshes.of_experts(program.ep)
+            if module.experts not in made:
+                placed = distribute_tensor(module.experts.detach(), module.ep, [Shard(0)], src_data_rank=None)
+                made[module.experts] = nn.Parameter(placed, module.experts.requires_grad)
+            module.experts = made[module.experts]
+
+
 def shard(program: Program, model: nn.Module, built: list[Module], meshes: Meshes) -> None:
     """Inner modules first. A module that is used in several places has a group of its own: its parameters can be in
     one group only."""
     places: dict[Module, int] = {}
     has_experts = any(module.part.kind == "experts" for module in built)
     for module in built:
-        if module.part.kind == "experts":
-            module.ep = meshes.of_experts(program.ep)
-            placed = distribute_tensor(module.experts.detach(), module.ep, [Shard(0)], src_data_rank=None)
-            module.experts = nn.Parameter(placed, module.experts.requires_grad)
         for child in module.inner:
             places[child] = places.get(child, 0) + 1
     for module in built:

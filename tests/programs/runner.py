@@ -49,7 +49,7 @@ from tests.observed_hooks import ObservedHooks
 
 from .description import Action, Program, parts_of
 from .edits import EDITS
-from .modules import DIM, ROWS, ImpossibleError, Meshes, Module, TripError, build, loss_of, shard
+from .modules import DIM, ROWS, ImpossibleError, Meshes, Module, TripError, build, loss_of, shard, spread_experts
 
 
 class Losses(NamedTuple):
@@ -82,6 +82,7 @@ class Runner:
         num_early = len(program.hooks) // 2
         may_repeat = any(part.recompute for part in parts_of(program.root))
         self.hooks = ObservedHooks(program.hooks, may_repeat, has_inner_roots=not program.shards_root)
+        spread_experts(program, built, meshes)
         self.hooks.register(list(self.model.parameters()), self.twins, slice(0, num_early))
         self.shard(built, meshes)
         self.hooks.register(self.params, self.twins, slice(num_early, None))
@@ -434,7 +435,9 @@ class Runner:
         saved = copy.deepcopy(get_state_dict(self.model, self.optimizers[0], options=options)) if self.params else None
         models, built = build(self.program)
         self.hold(models)
-        self.shard(built, restart_process_group(is_whole=action.sync))
+        meshes = restart_process_group(is_whole=action.sync)
+        spread_experts(self.program, built, meshes)
+        self.shard(built, meshes)
         for sharded, twin in zip(self.params, self.twins, strict=True):
             sharded.requires_grad_(twin.requires_grad)
         self.optimizers[0] = self.make_optimizer(self.model)

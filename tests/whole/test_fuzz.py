@@ -170,6 +170,12 @@ def _without_experts(part: Part) -> Part:
     return replace(part, kind="cube") if part.kind == "experts" else part
 
 
+def _not_by_rows(part: Part) -> Part:
+    """Five experts are not evenly spread: what "rows" means would differ between ranks, which is refused."""
+    is_by_rows = part.group is not None and part.group.granularity == "rows"
+    return replace(part, group=replace(part.group, granularity=None)) if is_by_rows else part
+
+
 def _made_possible(program: Program) -> Program:
     """The program without what does not go together; see ``_is_possible`` for the rest."""
     root, actions = program.root, program.actions
@@ -198,6 +204,7 @@ def _made_possible(program: Program) -> Program:
         actions = _without(actions, "fail")  # an interruption of one root is not the others' affair
     if "experts" in part_kinds:  # whose ranks exchange tokens: all run them, equally often, to the end
         root = _changed(root, lambda part: replace(part, kind="chain") if part.kind == "switch" else part)
+        root = _changed(root, _not_by_rows)
         # A term of the loss on a parameter itself must say how gradients differ between ranks.
         actions = tuple(replace(action, term="") for action in _without(actions, "fail"))
     return replace(program, root=root, actions=actions)
