@@ -13,7 +13,7 @@ import logging
 import sys
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch.nn as nn
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("fsdp_compose")
 
 
 @checked(layout="'flat', 'fsdp2' or None")
-def install(*, layout: Literal["flat", "fsdp2"] | None = None) -> list[str]:
+def install(*, layout: str | None = None) -> list[str]:
     """Rebind FSDP2's functions to those of ``fsdp_compose.drop_in`` in this process, for code that you cannot edit and
     that has no other way in.
 

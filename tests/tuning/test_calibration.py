@@ -219,6 +219,7 @@ def test_the_command_fails_without_a_file(
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path):
     """As in a terminal: all its processes get the signal."""
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit to ignore it
     program = subprocess.Popen(
         [sys.executable, "-m", "fsdp_compose", "calibrate", "--processes=2"],
         cwd=tmp_path,
@@ -227,6 +228,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path):
         text=True,
         start_new_session=True,
     )
+    signal.signal(signal.SIGINT, earlier)
     try:
         assert program.stderr is not None
         lines = iter(program.stderr.readline, "")

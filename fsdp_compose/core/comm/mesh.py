@@ -479,7 +479,8 @@ def data_parallel_mesh(
     group, device = mesh.get_group(mesh.ndim - 1), device_of_mesh(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
     is_simulated = _is_simulated(group)
-    widest = _widest([mesh, *(own if item is None else joined_mesh(own, item) for own, item in parameter_meshes)])
+    joined = [own if item is None else joined_mesh(own, item) for own, item in parameter_meshes]
+    widest = _widest([*dict.fromkeys([mesh, *joined])])
     key = mesh, widest, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
     known = kept_for(group, _Made).described
     described = known.get(key)
