@@ -52,14 +52,14 @@ class CheckpointedDTensor(OwnedDTensor):
         """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
         start, _ = self._spec.element_range
         local = local_tensor(self).detach().view(-1)
-        return [
-            (
-                ChunkStorageMetadata(offsets=torch.Size(whole.offsets), sizes=torch.Size(whole.sizes)),
-                local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes)[place],
-            )
-            for box in self._spec.boxes()
-            for whole, place in self._spec.boxes_of_whole(box)
-        ]
+        found = []
+        for box in self._spec.boxes():
+            part = local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes)
+            for whole, place in self._spec.boxes_of_whole(box):
+                chunk = ChunkStorageMetadata(offsets=torch.Size(whole.offsets), sizes=torch.Size(whole.sizes))
+                # Classes of other packages need not have an index that takes everything.
+                found.append((chunk, part if whole.sizes == box.sizes else part[place]))
+        return found
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(local_tensor(self))
