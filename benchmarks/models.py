@@ -100,7 +100,7 @@ class MixtureBlock(nn.Module):
 
 
 class TinyMixtures(TinyBlocks):
-    """The same for mixtures of experts."""
+    """Blocks of a mixture of experts in the shape of DeepSeek-V3, as ``TinyBlocks``."""
 
     def __init__(self, num_blocks: int, num_experts: int) -> None:
         super().__init__(0)

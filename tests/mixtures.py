@@ -168,7 +168,7 @@ class Layout(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Of this rank among the data ranks."""
+        """This rank's number among the data ranks."""
         return dist.get_rank() // self.tp
 
 

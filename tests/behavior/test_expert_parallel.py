@@ -16,39 +16,10 @@ import fsdp_compose
 from fsdp_compose import clip_grad_norm_, fully_shard
 from tests.flat.test_tensor_parallel import TORCHS
 from tests.harness import distributed, lasting_mesh
+from tests.programs.modules import Gathered, Summed
 from tests.training import assert_same_parameters
 
 NUM_EXPERTS, DIM = 4, 6
-
-
-def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    tensor = tensor.clone()
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-class Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return summed(grad, ctx.group).chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-class Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return summed(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return summed(grad, ctx.group), None
 
 
 class Experts(nn.Module):

@@ -353,7 +353,15 @@ def test_beside_tensor_parallelism_placements_are_those_of_fsdp2(style):
             optimizer.step()
             optimizer.zero_grad()
     for param, other in zip(models[0].parameters(), models[2].parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), other.data, rtol=1e-5, atol=1e-6)
+        whole = param.full_tensor()
+        torch.testing.assert_close(whole, other.data, rtol=1e-5, atol=1e-6)
+        for chunk, own in param._chunks():  # what a checkpoint has of this rank
+            box = zip(chunk.offsets, chunk.sizes, strict=True)
+            assert torch.equal(own, whole[tuple([slice(start, start + size) for start, size in box])])
+    twice = {name: value * 2 for name, value in models[2].state_dict().items()}
+    fsdp_compose.checkpoint.set_model_state_dict(models[0], twice, options=StateDictOptions(full_state_dict=True))
+    for name, param in models[0].named_parameters():
+        assert torch.equal(param.full_tensor(), twice[name]), name
 
 
 @distributed(world_size=3)

@@ -281,7 +281,7 @@ class Meshes:
         return self._rows_of(num_shards, ("replicate", "shard"))
 
     def of_experts(self, num_ranks: int) -> DeviceMesh:
-        """Of ranks over which experts are spread."""
+        """Return this rank's mesh of ranks that share the experts among themselves."""
         num_ranks = num_ranks if dist.get_world_size() % num_ranks == 0 else dist.get_world_size()
         return self._rows_of(num_ranks, ("edp", "ep"))["ep"]
 

@@ -490,7 +490,7 @@ class RaggedSpec(DTensorSpec):
         """Where the inner tensor lies in the whole tensor: of each dimension, starts and sizes."""
         runs = [[place] for place in zip(self._inner[1], self._inner[0], strict=True)]
         for dim, item in enumerate(self.placements):
-            if isinstance(item, StridedShard):
+            if isinstance(item, StridedShard) and dim != self.ragged_dim:  # there it is even chunks of such rows
                 runs[item.dim] = _strided_runs(
                     item, self.shape[item.dim], self.mesh.size(dim), self.mesh.get_local_rank(dim)
                 )
