@@ -11,9 +11,6 @@ whether gloo's connections to the missing ranks are closed: then they have ended
 finds out whether another rank waits for this one somewhere else.
 """
 
-from typing import TYPE_CHECKING
-
-from ..._on_demand import on_demand
 from .context import all_kept as all_kept
 from .context import forget_for as forget_for
 from .context import kept_for as kept_for
@@ -65,30 +62,3 @@ from .transport import as_transferable as as_transferable
 from .transport import device_for as device_for
 from .transport import is_capturing as is_capturing
 from .transport import streams_of as streams_of
-
-if TYPE_CHECKING:
-    from .gloo import Messages as Messages
-    from .journal import Journal as Journal
-    from .journal import known_journal as known_journal
-    from .journal import loss as loss
-    from .journal import noticing_loss as noticing_loss
-    from .journal import take_back_failure as take_back_failure
-    from .journal import tell_failure as tell_failure
-    from .replicas import ReplicaTransport as ReplicaTransport
-    from .replicas import agree_between as agree_between
-    from .wire import Bfloat16 as Bfloat16
-    from .wire import Int8 as Int8
-    from .wire import Wire as Wire
-    from .wire import WireFormat as WireFormat
-    from .wire import finish_with as finish_with
-else:
-    __getattr__ = on_demand(
-        __name__,
-        {
-            "gloo": "Messages",
-            "journal": "Journal known_journal loss noticing_loss take_back_failure tell_failure",
-            "replicas": "ReplicaTransport agree_between",
-            "shared_memory": "",
-            "wire": "Bfloat16 Int8 Wire WireFormat finish_with",
-        },
-    )

@@ -33,7 +33,7 @@ from .param_kind import own_grad_dtype, plain_gradient
 from .reduction import AVERAGE, Reduction, ReductionOptions
 
 if TYPE_CHECKING:
-    from .tensor_parallel import AddUp, TensorParallel
+    from ...plugins.tensor_parallel import AddUp, TensorParallel
 
 
 class UnreducedGradient(RaggedDTensor):

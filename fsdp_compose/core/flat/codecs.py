@@ -71,7 +71,7 @@ def is_composite(param: torch.Tensor) -> bool:
     """Whether a parameter that is not a DTensor consists of more than one tensor of its own shape and dtype."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return False
-    from ..ragged import inner_tensors
+    from ...plugins.parameter_classes import inner_tensors
 
     tensors = inner_tensors(param)
     if len(tensors) != 1:

@@ -342,7 +342,7 @@ class Communicator:
     @in_range("all_reduce over tensor-parallel ranks of")
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
         """Sum gradients over tensor-parallel ranks, before they are reduced or kept."""
-        from ..comm import noticing_loss
+        from ...plugins.gloo import noticing_loss
 
         with noticing_loss(transport.group, "the sum of gradients over tensor-parallel ranks"):
             transport.all_reduce(flat, False, handle.label.of(indices)).wait()
@@ -422,7 +422,7 @@ class Communicator:
         try:
             stage.issue(handle.mesh, handle.label)
         except Exception as error:  # of a user's transport; autograd shows it only when the backward has ended
-            from ..comm import tell_failure
+            from ...plugins.gloo import tell_failure
 
             tell_failure(handle.mesh.peers, error)
             raise
@@ -462,7 +462,7 @@ class Communicator:
             except RuntimeError as error:
                 raise self._failure(stage.what, handle, error) from None
             except Exception as error:
-                from ..comm import tell_failure
+                from ...plugins.gloo import tell_failure
 
                 tell_failure(handle.mesh.peers, error)
                 raise
@@ -534,7 +534,7 @@ class Communicator:
         self._module.current_stream(self._device).wait_stream(stream)
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        from ..comm import loss
+        from ...plugins.gloo import loss
 
         group = handle.mesh.peers
         failure = loss(group, f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", error)

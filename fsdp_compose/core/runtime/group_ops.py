@@ -328,7 +328,7 @@ class FixedOrder:
         # Groups that are whole on every rank may run on some ranks only: nobody waits for this one.
         handles = [handle for state in root.live_states() for handle in state._handles]
         if root.mesh.has_peers and any([handle.mesh.shard_world_size > 1 for handle in handles]):
-            from ..comm import tell_failure
+            from ...plugins.gloo import tell_failure
 
             tell_failure(root.mesh.peers, sys.exc_info()[1])
 
