@@ -1,14 +1,13 @@
 """Process groups, and everything that travels between ranks. Nothing here knows a parameter or a module.
 
-``mesh`` has the ranks that a group runs on, and ``transport`` spells each collective once. On gloo, ``gloo`` and
-``shared_memory`` replace the backend's own collectives, and ``journal`` numbers what ranks send, so that ranks that
-went different ways learn why they wait. ``control_exchange`` compares a few bytes once per backward. ``store`` has
-everything that goes through the key-value store: it is slow, but bounded in time, and works when collectives hang.
+``mesh`` has the ranks that a group runs on, and ``transport`` spells each collective once; on gloo, the plug-in
+``gloo`` replaces the backend's own collectives. ``control_exchange`` compares a few bytes once per backward. ``store``
+has everything that goes through the key-value store: it is slow, but bounded in time, and works when collectives hang.
 
 How long a rank waits in a rendezvous: the timeout of the process group, a minute in recovery, and five seconds once a
 collective of the process group has failed, be that before or meanwhile. While it waits it checks every five seconds
-whether gloo's connections to the missing ranks are closed: then they have ended, or given up. On gloo, ``journal``
-finds out whether another rank waits for this one somewhere else.
+whether gloo's connections to the missing ranks are closed: then they have ended, or given up. On gloo, the
+journal finds out whether another rank waits for this one somewhere else.
 """
 
 from .context import all_kept as all_kept

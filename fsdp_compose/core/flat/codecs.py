@@ -4,7 +4,8 @@
 - ``ExtensionCodec``: the class of the parameter has an all-gather of its own (FSDP2's extension protocol).
 - ``CompositeCodec``: it consists of several tensors (``__tensor_flatten__``; quantized weights), stored as their bytes.
 
-A codec is chosen when flat parameters are built, in ``param_kind``. The last two are in ``class_codecs``."""
+A codec is chosen when flat parameters are built, in ``param_kind``. The last two are in the plug-in
+``parameter_classes``."""
 
 from __future__ import annotations
 

@@ -195,8 +195,8 @@ def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
 # without ``record_stream``: all memory belongs to the compute stream, which allocates and frees it. A side stream waits
 # for compute when its work is issued, and compute waits for the work before it uses *or frees* what the work touches.
 # (``Work.wait()`` makes the current stream wait and does not block the host.) The caching allocator's own order does
-# the rest. What a wire encodes (``comm/wire``) is the exception: its memory is allocated, used and freed on the side
-# stream, behind the collective. On the CPU, the same code runs without streams, and ``wait()`` blocks.
+# the rest. What a wire encodes (``plugins/transports``) is the exception: its memory is allocated, used and freed on
+# the side stream, behind the collective. On the CPU, the same code runs without streams, and ``wait()`` blocks.
 
 
 class Communicator:
@@ -224,7 +224,7 @@ class Communicator:
         self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
         self._pool = object()
 
-    # ---- Hooks for the agreement before collectives; another class implements them (see ``group/debug``)
+    # ---- Hooks for the agreement before collectives; another class implements them (see ``plugins/debugging``)
 
     def announce(self, handle: FlatParamHandle, what: str) -> None:
         """Called before a collective that the other methods do not issue."""

@@ -333,10 +333,10 @@ def drive(modules: Sequence[nn.Module]) -> None:
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Make ``module`` show full parameters; see the head of this file."""
     if _is_captured():
-        from ...plugins.graphs import graph_mode as captured
+        from ...plugins.graphs import can_capture, enter
 
-        if captured.can_capture(module):
-            return captured.enter(module, args, kwargs)
+        if can_capture(module):
+            return enter(module, args, kwargs)
         return _enter_untraced(module, args, kwargs)
     state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     task = current_graph_task_id()
@@ -388,10 +388,10 @@ def _enter_untraced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     """Hide the unsharded parameters again, whether forward returned or raised, and prepare backward."""
     if _is_captured():
-        from ...plugins.graphs import graph_mode as captured
+        from ...plugins.graphs import can_capture, leave
 
-        if captured.can_capture(module):
-            return captured.leave(module, output)
+        if can_capture(module):
+            return leave(module, output)
         return _leave_untraced(module, _args, output)
     state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     progress = state.progress

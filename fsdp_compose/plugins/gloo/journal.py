@@ -1,6 +1,6 @@
 """What process groups have carried, in order, when ranks talk by messages; and the check of ranks that wait too long.
 
-Every collective made of messages (``gloo``), and every control exchange, takes the next number of its journal. The
+Every collective made of messages (``messages``), and every control exchange, takes the next number of its journal. The
 process groups of one mesh share one journal for training: all its ranks issue the same collectives in the same order,
 each in its own process groups. A message's tag combines number, kind and size, so it cannot be mistaken for a message
 of an earlier or later collective. (The exchange at the end of backward compares which parameters a collective was for,

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from .captured_group import captured_leaves as captured_leaves
     from .captured_shards import CapturedShard as CapturedShard
     from .compiling import compile as compile
+    from .graph_mode import can_capture as can_capture
+    from .graph_mode import enter as enter
+    from .graph_mode import leave as leave
 else:
     __getattr__ = on_demand(
         __name__,
@@ -18,6 +21,6 @@ else:
             "captured_shards": "CapturedShard",
             "compiling": "compile",
             "graph_agreement": "",
-            "graph_mode": "",
+            "graph_mode": "can_capture enter leave",
         },
     )

@@ -1,6 +1,6 @@
 """One flat parameter inside a graph that ``torch.compile`` captures: its gather and its reduction, as operators.
 
-``group/graph`` and ``runtime/graph_mode`` use this file; eager training never enters it. What happens around the
+``captured_group`` and ``graph_mode`` use this file; eager training never enters it. What happens around the
 operators (where results of reductions go, accumulation, publication) is the same code as in the eager modes: a graph
 only delivers gradients. It reads the shard through a plain leaf over the same memory. The gradient arrives at that
 leaf, or at a ``grad_leaf`` if it has another dtype or length. Which parameters had no gradient is known when the

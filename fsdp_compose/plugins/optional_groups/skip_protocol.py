@@ -1,6 +1,6 @@
 """The messages of a root with optional groups, by which all ranks agree on which groups to gather and reduce next.
 
-Only ``optional`` calls this; its head describes sync points, requests and rounds.
+Only ``skipping_order`` calls this; its head describes sync points, requests and rounds.
 
 A round is one small maximum over the ranks, like a control exchange (see ``comm``). It covers a hash of the order and
 of the rank's sync point, the complement of that hash, and marks::
