@@ -13,10 +13,8 @@ import torch
 
 from ..core.flat import FlatParamHandle
 from ..core.group import ForwardRecord, HookedUse, Root, Scheduler, _FSDPState, bytes_of_limit
-from ..core.ragged import requires_grad_writes
 from ..core.runtime.group_ops import (
     FixedOrder,
-    follow_requires_grad_writes,
     prefetch_backward,
     prefetch_forward,
     reduce,
@@ -50,9 +48,6 @@ class BoundedOrder(FixedOrder):
         self._reducing.clear()
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
-        root.forward.depth += 1  # as in FixedOrder
-        if use is not None and state.persistent.num_toggles != requires_grad_writes.count:
-            follow_requires_grad_writes(root, state)
         self._make_room(root, _bytes_to_gather(state))
         unshard_for_use(root, state)
         prefetch_forward(root, state, self._unshard_if_room)

@@ -18,6 +18,7 @@ matters (before a forward, a backward, an optimizer step or our clipping).
 from typing import TYPE_CHECKING
 
 from ..._on_demand import on_demand
+from .accumulation import Contribution as Contribution
 from .accumulation import UnreducedGradient as UnreducedGradient
 from .accumulation import refuse_unreduced as refuse_unreduced
 from .accumulation import waiting as waiting

@@ -16,11 +16,14 @@ import torch
 
 from ..._torch import foreach_copy_, foreach_mul_, foreach_zero_
 from ..comm import Transport, give_up, streams_of
-from .accumulation import Accumulation
+from .accumulation import Accumulation, Contribution
 from .events import in_range
 from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas
+
+KEPT, SCATTERED, REDUCED = Contribution
+
 
 # ---- The input of a reduction: pooled memory, and the gradients that are copied there
 
@@ -328,17 +331,6 @@ class Communicator:
 
     # ---- Gradients
 
-    def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
-        """Add the gradients to the handle's unsharded accumulation buffer, without communication.
-        ``is_kept``: the group stays unsharded, for a running forward or for the next one."""
-        pending = handle.pending_gradients
-        pending.follow_zero_grad()
-        add_up = None if pending.tensor_parallel is None else partial(self._add_up, handle)
-        grads, _ = pending.take(handle.unsharded.params, add_up)
-        if not is_kept:
-            self.reshard(handle)
-        accumulate(handle, grads)
-
     @in_range("all_reduce over tensor-parallel ranks of")
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
         """Sum gradients over tensor-parallel ranks, before they are reduced or kept."""
@@ -347,15 +339,15 @@ class Communicator:
         with noticing_loss(transport.group, "the sum of gradients over tensor-parallel ranks"):
             transport.all_reduce(flat, False, handle.label.of(indices)).wait()
 
-    def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
-        """Take the gradients and start their reduction. Every rank calls this for the same handles in the same order.
+    def contribute(self, handle: FlatParamHandle, contribution: Contribution, is_kept: bool = False) -> bool:
+        """Take the gradients and do with them what ``contribution`` says; a reduction is started. Every rank calls this
+        for the same handles in the same order.
 
-        Parameters without a gradient on this rank contribute zeros. ``is_kept``: as for ``accumulate``. ``averages``:
-        also average over the replicas, if there are any; otherwise the scattered result waits for a reduction that
-        does.
+        Parameters without a gradient on this rank contribute zeros to a reduction. ``is_kept``: the group stays
+        unsharded, for a running forward or for the next one.
 
         Returns:
-            Whether the result is added to a gradient that was there before.
+            Whether the result of a reduction is added to a gradient that was there before.
         """
         pending = handle.pending_gradients
         if pending.accumulation is not None:
@@ -364,23 +356,17 @@ class Communicator:
         grads, missing = pending.take(handle.unsharded.params, add_up)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
+        if contribution is KEPT or (contribution is SCATTERED and handle.mesh.has_whole):
+            accumulate(handle, grads)
+            return False
         if handle.mesh.has_whole:
-            if not averages:
-                accumulate(handle, grads)
-                return False
             average = take_whole(handle, grads, missing)
             self._start(handle, average)
             self._averages.append((handle, average))
             return average.is_added
-        if averages:
+        if contribution is REDUCED:
             pending.awaits_publication = True
-        reduction = pending.reduction
-        buffer = None if reduction is None else reduction.buffer
-        if reduction is None or buffer is None or buffer.pool is not self._pool:
-            buffer = self._buffer_for(handle)
-            reduction = pending.reduction = handle.reduction_of(buffer.view(handle.layout.flat_numel), buffer)
-        if buffer in self._in_flight:
-            self._finish(buffer)
+        buffer, reduction = self._memory_of_reduction(handle)
         accumulation, earlier = pending.accumulation, None
         if accumulation is not None:
             pending.accumulation = None
@@ -396,7 +382,7 @@ class Communicator:
             else:
                 copy_gradients(reduction.views, grads)
         del grads, accumulation
-        if averages:
+        if contribution is REDUCED:
             is_added = handle.gradient.prepare() is ADDED
             reduction.set_target(pending.options, handle.gradient.target, is_added, earlier)
         else:
@@ -407,6 +393,18 @@ class Communicator:
         if self._reduce_stream is not None:
             self._go_on(handle, reduction)
         return is_added
+
+    def _memory_of_reduction(self, handle: FlatParamHandle) -> tuple[ReduceBuffer, Reduction]:
+        """A buffer in which nothing is in flight, and the handle's reduction in it."""
+        reduction = handle.pending_gradients.reduction
+        buffer = None if reduction is None else reduction.buffer
+        if reduction is None or buffer is None or buffer.pool is not self._pool:
+            buffer = self._buffer_for(handle)
+            reduction = handle.reduction_of(buffer.view(handle.layout.flat_numel), buffer)
+            handle.pending_gradients.reduction = reduction
+        if buffer in self._in_flight:
+            self._finish(buffer)
+        return buffer, reduction
 
     @in_range(attrgetter("span"))
     def _start(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.comm import RECOVERY_TIMEOUT, DataParallelMesh, Transport, is_on, last_of_every_rank, meet, note
-from ...core.flat import Communicator, FlatParamHandle, Reduction
+from ...core.flat import Communicator, Contribution, FlatParamHandle, Reduction
 from ...core.group import Entry, Root, state_of
 from ...core.group.collective_order import PLACES
 from ...core.group.optimizer_steps import STEPS_DIFFER, num_steps, restart_counts
@@ -63,17 +63,21 @@ class LockstepCommunicator(Communicator):
             self.announce(handle, "all-gather")
         super().refresh(handle)
 
-    def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
-        sums = [terms for _, terms in _sums_of(handle)]
-        if handle.mesh.has_whole:
-            self.announce(handle, "all-reduce" if averages else "accumulation", sums)
+    def contribute(self, handle: FlatParamHandle, contribution: Contribution, is_kept: bool = False) -> bool:
+        if contribution is Contribution.KEPT:
+            self._agree_on_sums(handle)
         else:
-            self.announce(handle, "reduce-scatter" if averages else "reduce-scatter without all-reduce", sums)
-        return super().reduce(handle, is_kept, averages)
+            averages = contribution is Contribution.REDUCED
+            if handle.mesh.has_whole:
+                what = "all-reduce" if averages else "accumulation"
+            else:
+                what = "reduce-scatter" if averages else "reduce-scatter without all-reduce"
+            self.announce(handle, what, [terms for _, terms in _sums_of(handle)])
+        return super().contribute(handle, contribution, is_kept)
 
-    def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
-        """Accumulate, which communicates only sums over tensor-parallel ranks."""
-        # Only the ranks of a sum agree on it: the others may have used other groups.
+    def _agree_on_sums(self, handle: FlatParamHandle) -> None:
+        """What is kept communicates only sums over tensor-parallel ranks, on which their ranks alone agree: the others
+        may have used other groups."""
         state = state_of(handle)
         root: Root | None = None if state is None else state.root
         for group, terms in _sums_of(handle):
@@ -83,7 +87,6 @@ class LockstepCommunicator(Communicator):
                 if root is not None:
                     root.forward.has_failed = True
                 raise
-        super().accumulate(handle, is_kept)
 
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
         note(handle.mesh.peers, f"all-reduce over tensor-parallel ranks of {handle.label.of(indices)}")

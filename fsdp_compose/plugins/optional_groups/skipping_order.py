@@ -51,13 +51,11 @@ from ...core.group import (
     _FSDPState,
     is_running,
 )
-from ...core.ragged import requires_grad_writes
 from ...core.runtime import reshard
 from ...core.runtime.group_ops import (
     FIXED_ORDER,
     FixedOrder,
     follow_requires_grad,
-    follow_requires_grad_writes,
     hide_shown,
     prefetch_backward,
     prefetch_forward,
@@ -123,18 +121,16 @@ class SkippingOrder(FixedOrder):
     def refresh_kept(self, root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
         """Do nothing: ``begin_forward`` has resharded the groups, or noted that they are old."""
 
-    def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
-        """Request an optional group; gather any other one at a sync point, with the groups that come next."""
-        # These raise before the forward is counted: an error here is one of a forward that has not begun.
+    def check_forward(self, root: Root, state: _FSDPState) -> None:
         self._check_place(root, state)
         self._refuse_unannounced(state)
-        root.forward.depth += 1
+
+    def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
+        """Request an optional group; gather any other one at a sync point, with the groups that come next."""
         if self._is_optional(state):
             self._note_live(root, use)
             self.protocol.request_unshard(root, state)
             return
-        if use is not None and state.persistent.num_toggles != requires_grad_writes.count:
-            follow_requires_grad_writes(root, state)
         ahead = self._following_in_forward(root, state)
         needed = [state, *ahead]
         # Some ranks may have these groups already, because a forward left something that cannot be hooked, or was
