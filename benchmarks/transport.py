@@ -25,7 +25,8 @@ import torch.distributed as dist
 from processes import run_on_ranks
 from report import column
 
-from fsdp_compose.core.comm import Label, Messages, Transport
+from fsdp_compose.core.comm import Label, Transport
+from fsdp_compose.plugins.gloo.messages import Messages
 
 LABEL = Label(["flat"])
 SIZES = (100_000, 2_000_000, 20_000_000)

@@ -39,7 +39,8 @@ from processes import run_on_ranks
 from report import column
 
 from fsdp_compose import Transport, TransportWrapper, fully_shard, set_transport
-from fsdp_compose.core.comm import Bfloat16, Int8, Label, Wire, WireFormat, Work
+from fsdp_compose.core.comm import Label, Work
+from fsdp_compose.plugins.transports.wire import Bfloat16, Int8, Wire, WireFormat
 
 FORMATS: dict[str, tuple[WireFormat | None, WireFormat | None]] = {
     "fp32": (None, None),

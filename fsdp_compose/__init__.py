@@ -21,17 +21,11 @@ if TYPE_CHECKING:
     from . import strategies as strategies
     from . import sync as sync
     from .core import (
-        CheckpointedInputs,
         UnshardHandle,
-        broadcast_replicas,
-        compile,
         fully_shard,
         functional_mode,
         keep_unsharded,
         no_sync,
-        offload_checkpointed_inputs,
-        offload_model,
-        onload_model,
         reduce_gradients,
         register_forward_method,
         register_fsdp_forward_method,
@@ -46,26 +40,17 @@ if TYPE_CHECKING:
         set_modules_to_backward_prefetch,
         set_modules_to_forward_prefetch,
         set_post_reduction_hook,
-        set_replicas,
         set_requires_all_reduce,
         set_requires_gradient_sync,
         set_reshard_after_backward,
         set_reshard_after_forward,
-        set_transport,
-        set_wire_formats,
         summon_full_params,
         sync_optional_groups,
         unshard,
     )
-    from .core.comm import Replicas, Transport, TransportRole, TransportWrapper, WireFormat
+    from .core.comm import Replicas, Transport, TransportRole, TransportWrapper
     from .core.flat import CPUOffloadPolicy, MixedPrecisionPolicy
-    from .core.optimizers import (
-        clip_grad_norm_,
-        declare_blockwise,
-        declare_elementwise,
-        flat_parameters,
-        offload_optimizer_states,
-    )
+    from .core.optimizers import clip_grad_norm_, declare_blockwise, declare_elementwise, flat_parameters
     from .core.ragged import RaggedDTensor, RaggedShard, distribute_ragged
     from .core.ragged import RaggedSpec as RaggedSpec  # pickles name it here
     from .inspect import (
@@ -81,6 +66,16 @@ if TYPE_CHECKING:
         record_collectives,
         trace,
     )
+    from .plugins.graphs import compile
+    from .plugins.offloading import (
+        CheckpointedInputs,
+        offload_checkpointed_inputs,
+        offload_model,
+        offload_optimizer_states,
+        onload_model,
+    )
+    from .plugins.replicas import broadcast_replicas, set_replicas
+    from .plugins.transports import WireFormat, set_transport, set_wire_formats
     from .sync import full_parameters
 
 __version__ = "0.3.0"
@@ -159,26 +154,28 @@ _get = on_demand(
     __name__,
     {
         "core": (
-            "CheckpointedInputs UnshardHandle broadcast_replicas compile fully_shard functional_mode "
-            "keep_unsharded no_sync offload_checkpointed_inputs offload_model onload_model "
-            "reduce_gradients register_forward_method register_fsdp_forward_method replicate reshard "
-            "set_all_reduce_hook set_force_sum_reduction_for_comms set_functional_mode "
-            "set_gradient_divide_factor set_is_last_backward set_keep_unsharded_storage "
-            "set_modules_to_backward_prefetch set_modules_to_forward_prefetch set_post_reduction_hook "
-            "set_replicas set_requires_all_reduce set_requires_gradient_sync set_reshard_after_backward "
-            "set_reshard_after_forward set_transport set_wire_formats summon_full_params "
+            "UnshardHandle fully_shard functional_mode keep_unsharded no_sync reduce_gradients "
+            "register_forward_method register_fsdp_forward_method replicate reshard set_all_reduce_hook "
+            "set_force_sum_reduction_for_comms set_functional_mode set_gradient_divide_factor "
+            "set_is_last_backward set_keep_unsharded_storage set_modules_to_backward_prefetch "
+            "set_modules_to_forward_prefetch set_post_reduction_hook set_requires_all_reduce "
+            "set_requires_gradient_sync set_reshard_after_backward set_reshard_after_forward summon_full_params "
             "sync_optional_groups unshard"
         ),
-        "core.comm": "Replicas Transport TransportRole TransportWrapper WireFormat",
+        "core.comm": "Replicas Transport TransportRole TransportWrapper",
         "core.flat": "CPUOffloadPolicy MixedPrecisionPolicy",
         "inspect": (
             "FSDPGroup Plan Trace TraceEvent UnreducedParameter describe find_unreduced_parameters "
             "fsdp_groups plan record_collectives trace"
         ),
-        "core.optimizers": (
-            "clip_grad_norm_ declare_blockwise declare_elementwise flat_parameters offload_optimizer_states"
-        ),
+        "core.optimizers": ("clip_grad_norm_ declare_blockwise declare_elementwise flat_parameters"),
         "core.ragged": "RaggedDTensor RaggedShard distribute_ragged RaggedSpec",
+        "plugins.graphs": "compile",
+        "plugins.offloading": (
+            "CheckpointedInputs offload_checkpointed_inputs offload_model offload_optimizer_states onload_model"
+        ),
+        "plugins.replicas": "broadcast_replicas set_replicas",
+        "plugins.transports": "WireFormat set_transport set_wire_formats",
         "sync": "full_parameters",
         **dict.fromkeys(("checkpoint", "extension", "optim", "strategies"), ""),
     },

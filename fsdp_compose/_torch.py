@@ -1014,7 +1014,7 @@ def stop_waiting_for(message: Any) -> bool:
     if type(message) is not dist.Work:
         return False
     # gloo itself does not wake who waits for the message whose bytes were just in transit when a connection closed
-    # (torch 2.13; see ``core/comm/gloo``). The work has a method for that, which Python is not given.
+    # (torch 2.13; see ``plugins/gloo``). The work has a method for that, which Python is not given.
     address = ctypes.c_void_p.from_address(id(message) + object.__basicsize__).value  # of the C++ object (pybind11)
     if not address or address % ctypes.sizeof(ctypes.c_void_p):
         return False

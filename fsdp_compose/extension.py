@@ -16,7 +16,6 @@ from .core import fully_shard as fully_shard
 from .core import no_sync as no_sync
 from .core import reduce_gradients as reduce_gradients
 from .core import register_forward_method as register_forward_method
-from .core import set_transport as set_transport
 
 # ---- Ranks and what they send
 from .core.comm import ALL_GATHER as ALL_GATHER
@@ -33,14 +32,11 @@ from .core.comm import Recorder as Recorder
 from .core.comm import Transport as Transport
 from .core.comm import TransportRole as TransportRole
 from .core.comm import TransportWrapper as TransportWrapper
-from .core.comm import WireFormat as WireFormat
 from .core.comm import Work as Work
 from .core.comm import default_mesh as default_mesh
-from .core.comm import finish_with as finish_with
 from .core.comm import first_difference as first_difference
 from .core.comm import kept_for as kept_for
 from .core.comm import meet as meet
-from .core.comm import noticing_loss as noticing_loss
 from .core.comm import second_group as second_group
 from .core.comm import stay_on_cpu as stay_on_cpu
 from .core.comm import streams_of as streams_of
@@ -58,21 +54,17 @@ from .core.flat import Granularity as Granularity
 from .core.flat import Granule as Granule
 from .core.flat import Group as Group
 from .core.flat import MixedPrecisionPolicy as MixedPrecisionPolicy
-from .core.flat import TensorParallel as TensorParallel
 from .core.flat import annotations_on as annotations_on
 from .core.flat import as_ours as as_ours
 from .core.flat import even_chunks as even_chunks
 from .core.flat import handle_of as handle_of
 from .core.flat import handle_of_segment as handle_of_segment
 from .core.flat import is_annotated as is_annotated
-from .core.flat import is_split_evenly as is_split_evenly
 from .core.flat import listen as listen
 from .core.flat import local_elements as local_elements
 from .core.flat import local_of as local_of
 from .core.flat import refuse_unreduced as refuse_unreduced
 from .core.flat import stop_listening as stop_listening
-from .core.group import HANG_SECONDS_ENV as HANG_SECONDS_ENV
-from .core.group import POSITION_MARK as POSITION_MARK
 from .core.group import STRATEGIES as STRATEGIES
 
 # ---- Groups: what one call of fully_shard manages
@@ -80,7 +72,6 @@ from .core.group import GroupOptions as GroupOptions
 from .core.group import Kept as Kept
 from .core.group import Strategy as Strategy
 from .core.group import _FSDPState as _FSDPState
-from .core.group import as_ranges as as_ranges
 from .core.group import bytes_of_limit as bytes_of_limit
 from .core.group import get_state as get_state
 from .core.group import is_sleeping as is_sleeping
@@ -104,13 +95,9 @@ from .core.optimizers import flat_parameters as flat_parameters
 from .core.optimizers import leaves_of as leaves_of
 from .core.optimizers import map_leaves as map_leaves
 from .core.optimizers import num_blocks as num_blocks
-from .core.optimizers import offload_optimizer_states as offload_optimizer_states
 from .core.optimizers import put_leaf as put_leaf
 from .core.optimizers import whole_matrices as whole_matrices
 from .core.optimizers import zeros_per_block as zeros_per_block
-
-# ---- Sharded tensors
-from .core.ragged import CompositeDTensor as CompositeDTensor
 from .core.ragged import RaggedDTensor as RaggedDTensor
 from .core.ragged import RaggedShard as RaggedShard
 from .core.ragged import RaggedSpec as RaggedSpec
@@ -164,3 +151,16 @@ from .core.state_dicts import set_state_dict as set_state_dict
 from .core.state_dicts import shard_whole as shard_whole
 from .core.state_dicts import state_placer as state_placer
 from .core.state_dicts import tell_and_compare as tell_and_compare
+from .plugins.debugging import HANG_SECONDS_ENV as HANG_SECONDS_ENV
+from .plugins.debugging import POSITION_MARK as POSITION_MARK
+from .plugins.debugging import as_ranges as as_ranges
+from .plugins.gloo import noticing_loss as noticing_loss
+from .plugins.offloading import offload_optimizer_states as offload_optimizer_states
+
+# ---- Sharded tensors
+from .plugins.parameter_classes import CompositeDTensor as CompositeDTensor
+from .plugins.tensor_parallel import TensorParallel as TensorParallel
+from .plugins.tensor_parallel import is_split_evenly as is_split_evenly
+from .plugins.transports import WireFormat as WireFormat
+from .plugins.transports import finish_with as finish_with
+from .plugins.transports import set_transport as set_transport

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose import RaggedDTensor, reshard, unshard
 from fsdp_compose._torch import Shown
-from fsdp_compose.core.comm import failure, journal
-from fsdp_compose.core.comm.journal import Journal
+from fsdp_compose.core.comm import failure
 from fsdp_compose.core.flat.flat_param import FlatParamHandle
 from fsdp_compose.core.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state, states_to_run
 from fsdp_compose.core.group.state import _FSDPState
+from fsdp_compose.plugins.gloo import journal
+from fsdp_compose.plugins.gloo.journal import Journal
 from tests.harness import ROOT
 
 

@@ -1,6 +1,6 @@
-"""The package is a core of wings, with annexes beside it. A wing imports only wings above it, an annex only annexes
-above it, each through its ``__init__``. An annex takes from the core what ``extension`` gives out. No file needs
-itself."""
+"""The package is a core of wings, with plug-ins and annexes beside it. A wing imports only wings above it, an annex
+only annexes above it, each through its ``__init__``. The core names a plug-in at its seam alone, and imports it when a
+model needs it. An annex takes from both what ``extension`` gives out. No file needs itself."""
 
 from __future__ import annotations
 
@@ -28,6 +28,31 @@ ANNEXES = ("optim", "checkpoint", "sync", "inspect", "testing", "tuning")
 LAST = ("drop_in", "integrations")  # which also import the files on top: ``pipelining``, ``__main__``
 FRAMEWORKS = {"accelerate", "lightning", "llamafactory", "ray", "torchtitan", "transformers", "trl", "verl"}
 DOOR = ("extension",)
+# Files of the core that name a plug-in: its seam. ``state_dicts`` and ``summon`` are loaded late themselves.
+SEAMS = {
+    "bounded_memory": "runtime/lazy_init",
+    "debugging": "runtime/lazy_init",
+    "even_chunks": "flat/build",
+    "functional": "runtime/hooks runtime/lazy_init",
+    "gloo": (
+        "comm/mesh comm/control_exchange flat/collectives ragged/ops/operands ragged/ops/reductions "
+        "runtime/agreement runtime/group_ops runtime/recovery state_dicts/gathering"
+    ),
+    "graphs": "group/iteration runtime/hooks",
+    "offloading": "",
+    "optional_groups": "runtime/lazy_init",
+    "parameter_classes": (
+        "flat/build flat/codecs flat/flat_param flat/param_kind flat/sharded_param summon state_dicts/gathering "
+        "state_dicts/model_state state_dicts/optimizer_init state_dicts/optimizer_state state_dicts/resharding"
+    ),
+    "replicas": "comm/mesh runtime/agreement",
+    "tensor_parallel": (
+        "flat/accumulation flat/build flat/flat_param flat/shard_storage flat/sharded_param flat/unsharded shard"
+    ),
+    "transformers_loader": "shard",
+    "transports": "",
+}
+LOADED_LATE = {("core", "summon"), ("core", "runtime", "recovery"), ("core", "ragged", "ops", "reductions")}
 
 File = tuple[str, ...]  # its path inside the package, without .py; of a wing's __init__, the wing
 
@@ -69,9 +94,10 @@ def is_for_annotations(node: ast.AST) -> TypeGuard[ast.If]:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def imports(file: File) -> Iterator[tuple[File, int]]:
-    """The files of the package that a file imports, with the line; inside functions and for annotations alone too."""
-    for node in ast.walk(files()[file]):
+def imports(file: File, *, at_once: bool = False) -> Iterator[tuple[File, int]]:
+    """The files of the package that a file imports, with the line; unless ``at_once``, inside functions and for
+    annotations too."""
+    for node in files()[file].body if at_once else ast.walk(files()[file]):
         if isinstance(node, ast.ImportFrom) and node.level:
             target = start_of(file, node)
             for alias in node.names:
@@ -82,12 +108,12 @@ def imports(file: File) -> Iterator[tuple[File, int]]:
             assert all(name.split(".")[0] != PACKAGE.name for name in names), f"{file}, line {node.lineno}: 'from .'"
 
 
-ORDER = [*(("core", wing) for wing in CORE), ("core",), DOOR, *((annex,) for annex in ANNEXES)]
+ORDER = [*(("core", wing) for wing in CORE), ("core",), ("plugins",), DOOR, *((annex,) for annex in ANNEXES)]
 
 
 def wing_of(file: File) -> File:
-    """The wing or annex of a file; of a file beside them, the file."""
-    return file[:2] if file[:1] == ("core",) and file[1:2] and file[1] in CORE else file[:1]
+    """The wing, plug-in or annex of a file; of a file beside them, the file."""
+    return file[:2] if file[1:] and (file[1] in CORE or file[0] == "plugins") else file[:1]
 
 
 def rank(file: File) -> int:
@@ -95,15 +121,17 @@ def rank(file: File) -> int:
         return -1
     if file and file[0] in LAST:
         return len(ORDER) + 1 + LAST.index(file[0])
-    return ORDER.index(wing_of(file)) if wing_of(file) in ORDER else len(ORDER)
+    place = file[:1] if file[:1] == ("plugins",) else wing_of(file)
+    return ORDER.index(place) if place in ORDER else len(ORDER)
 
 
 def test_the_folders_are_the_wings():
     def folders(path: Path) -> set[str]:
         return {path.name for path in path.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
-    assert folders(PACKAGE) == {"core", *ANNEXES, *LAST}
+    assert folders(PACKAGE) == {"core", "plugins", *ANNEXES, *LAST}
     assert folders(PACKAGE / "core") == {*CORE}
+    assert {wing_of(file)[1:] for file in files() if file[:1] == ("plugins",)} == {(), *((name,) for name in SEAMS)}
     for file in [*ORDER, *((annex,) for annex in LAST)]:
         assert ast.get_docstring(files()[file]), f"{'/'.join(file)}/__init__.py says what it owns"
 
@@ -112,20 +140,35 @@ def test_a_wing_imports_only_wings_above_it_each_through_its_init():
     wrong = []
     for file in files():
         for target, line in imports(file):
-            if rank(target) > rank(file):
+            of_core, of_plugins = target[:1] == ("core",), target[:1] == ("plugins",)
+            if rank(target) > rank(file) and not (of_plugins and file[:1] == ("core",)):
                 wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is below")
             elif wing_of(target) not in (wing_of(file), target) and is_package(wing_of(target)) and file != DOOR:
-                wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is inside another wing")
+                if not (of_core and file[:1] == ("plugins",)):  # which may take what no wing gives out
+                    wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is inside another wing")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_names_a_plugin_at_its_seam_and_imports_it_when_a_model_needs_it():
+    named: dict[str, set[str]] = {name: set() for name in SEAMS}
+    for file in files():
+        if file[:1] == ("core",):
+            for target, _ in imports(file):
+                if target[:1] == ("plugins",):
+                    named[target[1]].add("/".join(file[1:]))
+    assert named == {name: {*seam.split()} for name, seam in SEAMS.items()}
+    early = [file for file in files() if file[:1] == ("core",) and file[1:2] != ("state_dicts",)]
+    wrong = {file for file in early for target, _ in imports(file, at_once=True) if target[:1] == ("plugins",)}
+    assert wrong == LOADED_LATE
 
 
 def test_an_annex_takes_from_the_core_what_the_extension_gives_out():
     wrong = [
         f"{'/'.join(file)}, line {line}: {'.'.join(target)}"
         for file in files()
-        if file[:1] not in ((), ("core",), DOOR)
+        if file[:1] not in ((), ("core",), ("plugins",), DOOR)
         for target, line in imports(file)
-        if target[:1] == ("core",)
+        if target[:1] in (("core",), ("plugins",))
     ]
     assert not wrong, "\n".join(wrong)
     names = [alias.name for node in ast.walk(files()[DOOR]) if isinstance(node, ast.ImportFrom) for alias in node.names]
@@ -203,8 +246,11 @@ def test_no_wing_needs_itself():
     needs: dict[File, set[File]] = {}
     for file in files():
         if not is_package(file):
-            needs.setdefault(wing_of(file), set()).update(wing_of(other) for other in needs_of(file) if other)
-    assert {*ORDER, *((annex,) for annex in LAST)} < needs.keys()
+            others = {wing_of(other) for other in needs_of(file) if other}
+            if file[:1] == ("core",):  # which imports plug-ins when a model needs them
+                others = {other for other in others if other[:1] != ("plugins",)}
+            needs.setdefault(wing_of(file), set()).update(others)
+    assert {*ORDER, *((annex,) for annex in LAST)} - {("plugins",)} < needs.keys()
     TopologicalSorter({wing: others - {wing} for wing, others in needs.items()}).prepare()
 
 
@@ -212,7 +258,9 @@ def test_the_table_of_tests_names_files_that_are_there():
     """A new file need not be in it; python -m tests.tools.which_tests rewrites it."""
     named = {name for file, tests in table().items() for name in (file, *tests)}
     assert not {name for name in named if not (ROOT / name).exists()}
-    assert all(files_for(f"fsdp_compose/{'/'.join(wing)}/is_new.py") for wing in ORDER if wing != DOOR)
+    plugins = [wing_of(file) for file in files() if file[:1] == ("plugins",) and is_package(file) and file[1:]]
+    wings = [*plugins, *(wing for wing in ORDER if wing not in (DOOR, ("plugins",)))]
+    assert all(files_for(f"fsdp_compose/{'/'.join(wing)}/is_new.py") for wing in wings)
 
 
 def test_no_file_hides_behind_a_function_of_its_name():
@@ -222,14 +270,9 @@ def test_no_file_hides_behind_a_function_of_its_name():
 
 
 def test_the_hooks_alone_know_modes():
-    modes = {file for file in files() if file[:2] == ("core", "runtime") and file[-1].endswith("_mode")}
-    wrong = [
-        f"{'/'.join(file)}, line {line}: {'.'.join(target)}"
-        for file in files()
-        for target, line in imports(file)
-        if target in modes and file != ("core", "runtime", "hooks")
-    ]
-    assert len(modes) > 2 and not wrong, "\n".join(wrong)
+    modes = {file for file in files() if file[:1] in (("core",), ("plugins",)) and file[-1].endswith("_mode")}
+    knowing = {file for file in files() if not is_package(file) and needs_of(file) & modes}
+    assert len(modes) > 2 and knowing == {("core", "runtime", "hooks")}
 
 
 # ---- annotations
@@ -262,7 +305,7 @@ def test_what_is_of_a_class_of_ours_is_annotated_so():
 
 # ---- What is not used is not loaded
 
-MOST_FILES, MOST_LINES = 62, 22_000
+MOST_FILES, MOST_LINES, MOST_LINES_OF_CORE = 62, 22_000, 25_500
 
 _LOADED = """
 import json, sys
@@ -318,6 +361,11 @@ def test_a_step_of_a_plain_model_loads_the_core_alone():
     found = output_of(_STEP)
     num_lines = sum(len(Path(file).read_text().splitlines()) for file in found)
     assert len(found) <= MOST_FILES and num_lines <= MOST_LINES, (len(found), num_lines, sorted(found))
+    assert not [file for file in found if PACKAGE / "plugins" in Path(file).parents]
+
+
+def test_the_core_is_as_small_as_it_is_said_to_be():
+    assert sum(len(path.read_text().splitlines()) for path in (PACKAGE / "core").rglob("*.py")) <= MOST_LINES_OF_CORE
 
 
 def test_the_import_loads_nothing_that_takes_time():

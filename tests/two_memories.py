@@ -37,8 +37,11 @@ from tests.internals import import_all, tensors_of
 import_all()
 
 _MAKERS = [
-    sys.modules[f"fsdp_compose.core.{name}"]
-    for name in ("flat.shard_storage", "model_offload", "checkpointed_inputs", "optimizers.state_offload")
+    sys.modules["fsdp_compose.core.flat.shard_storage"],
+    *(
+        sys.modules[f"fsdp_compose.plugins.offloading.{name}"]
+        for name in ("model_offload", "checkpointed_inputs", "state_offload")
+    ),
 ]
 IN, OUT = "host to device", "device to host"
 _COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy"}

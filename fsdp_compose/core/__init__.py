@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 from .._on_demand import on_demand
 
 if TYPE_CHECKING:
-    from .checkpointed_inputs import CheckpointedInputs as CheckpointedInputs
-    from .checkpointed_inputs import offload_checkpointed_inputs as offload_checkpointed_inputs
-    from .compiling import compile as compile
     from .controls import UnshardHandle as UnshardHandle
     from .controls import fill_unused as fill_unused
     from .controls import functional_mode as functional_mode
@@ -37,24 +34,16 @@ if TYPE_CHECKING:
     from .controls import set_reshard_after_forward as set_reshard_after_forward
     from .controls import sync_optional_groups as sync_optional_groups
     from .controls import unshard as unshard
-    from .model_offload import offload_model as offload_model
-    from .model_offload import onload_model as onload_model
-    from .replicas import broadcast_replicas as broadcast_replicas
-    from .replicas import set_replicas as set_replicas
     from .shard import check_fully_shard as check_fully_shard
     from .shard import check_ignored as check_ignored
     from .shard import check_modules as check_modules
     from .shard import fully_shard as fully_shard
     from .shard import replicate as replicate
     from .summon import summon_full_params as summon_full_params
-    from .transports import set_transport as set_transport
-    from .transports import set_wire_formats as set_wire_formats
 else:
     __getattr__ = on_demand(
         __name__,
         {
-            "checkpointed_inputs": "CheckpointedInputs offload_checkpointed_inputs",
-            "compiling": "compile",
             "controls": (
                 "UnshardHandle fill_unused functional_mode keep_unsharded no_sync reduce_as_set reduce_gradients "
                 "register_forward_method register_fsdp_forward_method reshard set_all_reduce_hook "
@@ -64,10 +53,7 @@ else:
                 "set_requires_gradient_sync set_reshard_after_backward set_reshard_after_forward "
                 "sync_optional_groups unshard"
             ),
-            "model_offload": "offload_model onload_model",
-            "replicas": "broadcast_replicas set_replicas",
             "shard": "check_fully_shard check_ignored check_modules fully_shard replicate",
             "summon": "summon_full_params",
-            "transports": "set_transport set_wire_formats",
         },
     )

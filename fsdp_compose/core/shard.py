@@ -105,7 +105,7 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
     register_state(modules, state)
     if _TRANSFORMERS_LOADER in sys.modules:
-        from .transformers_loader import extend_transformers_loader
+        from ..plugins.transformers_loader import extend_transformers_loader
 
         extend_transformers_loader()
 
@@ -229,7 +229,7 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
             )
         spec = spec_of(param)
         if spec is not None and caller == "fully_shard":
-            from .flat import refuse_placement
+            from ..plugins.tensor_parallel import refuse_placement
 
             refuse_placement(item.fqn, param, mesh)
         elif spec is not None:
@@ -246,7 +246,7 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
                 "module.zero_grad() first"
             )
     if annotated:
-        from .flat import refuse_gaps
+        from ..plugins.tensor_parallel import refuse_gaps
         from .runtime import pause_type_checks
 
         refuse_gaps(annotated)

@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
+from ..plugins.parameter_classes import CompositeDTensor
 from .comm import meet
 from .flat import (
     FlatParamHandle,
@@ -31,7 +32,7 @@ from .flat import (
     wholes_of,
 )
 from .group import SlotView, _FSDPState, _get_fsdp_states, state_of
-from .ragged import CompositeDTensor, RaggedDTensor, inner_of_whole, note_write_of_all_ranks
+from .ragged import RaggedDTensor, inner_of_whole, note_write_of_all_ranks
 from .runtime import enter_alone
 
 

@@ -39,8 +39,8 @@ from fsdp_compose.checkpoint import (
 )
 from fsdp_compose.core.comm.context import known_for
 from fsdp_compose.core.comm.control_exchange import _Control
-from fsdp_compose.core.group import standstill
 from fsdp_compose.core.group.registry import _get_fsdp_states, get_state
+from fsdp_compose.plugins.debugging import standstill
 from fsdp_compose.strategies import STRATEGIES
 from tests.harness import distributed, environment, fake_process_group, lasting_mesh
 from tests.internals import all_unsharded_bytes, handles_of

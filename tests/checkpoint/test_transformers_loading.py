@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from fsdp_compose import RaggedShard, distribute_ragged, fully_shard
-from fsdp_compose.core.transformers_loader import extend_transformers_loader
+from fsdp_compose.plugins.transformers_loader import extend_transformers_loader
 from tests.harness import distributed
 from tests.training import full_parameters
 

@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fsdp_compose import RankLostError, clip_grad_norm_, fully_shard
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
-from fsdp_compose.core.comm import noticing_loss
 from fsdp_compose.core.comm.failure import PartnerGone
 from fsdp_compose.core.comm.store import TIMEOUT_ENV
+from fsdp_compose.plugins.gloo.journal import noticing_loss
 from tests.harness import distributed, run_forked
 from tests.models import Stack, rows
 from tests.training import mean_square

@@ -21,10 +21,9 @@ from fsdp_compose.__main__ import main
 from fsdp_compose._torch import fake_store
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
 from fsdp_compose.core.comm.failure import Meeting, meeting_in
-from fsdp_compose.core.group import HANG_SECONDS_ENV, POSITION_MARK
 from fsdp_compose.core.group.collective_order import CollectiveLog
-from fsdp_compose.core.group.standstill import position
 from fsdp_compose.inspect import explain_hang, positions_in
+from fsdp_compose.plugins.debugging.standstill import HANG_SECONDS_ENV, POSITION_MARK, position
 from tests.harness import distributed, fake_process_group
 
 
@@ -197,7 +196,7 @@ def test_command_puts_logs_together(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_compose.core.group.standstill import patience
+    from fsdp_compose.plugins.debugging.standstill import patience
 
     monkeypatch.setenv(HANG_SECONDS_ENV, "soon")
     with pytest.raises(ValueError, match="expected seconds"):

@@ -17,10 +17,10 @@ import torch.nn as nn
 
 from fsdp_compose import fully_shard, replicate
 from fsdp_compose._torch import close_gloo_connections
-from fsdp_compose.core.comm import Label, Messages, all_kept
-from fsdp_compose.core.comm.gloo import MemoryOfRanks, _Sum
-from fsdp_compose.core.comm.journal import journal_of
-from fsdp_compose.core.comm.shared_memory import Connection, SharedMemory
+from fsdp_compose.core.comm import Label, all_kept
+from fsdp_compose.plugins.gloo.journal import journal_of
+from fsdp_compose.plugins.gloo.messages import MemoryOfRanks, Messages, _Sum
+from fsdp_compose.plugins.gloo.shared_memory import Connection, SharedMemory
 from tests.harness import distributed, environment, run_forked
 from tests.internals import world
 

@@ -13,8 +13,8 @@ from fsdp_compose import fully_shard, replicate
 from fsdp_compose.core.comm import store
 from fsdp_compose.core.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
 from fsdp_compose.core.flat.collectives import Communicator
-from fsdp_compose.core.group.debug import LockstepCommunicator
 from fsdp_compose.core.group.registry import get_state
+from fsdp_compose.plugins.debugging.lockstep import LockstepCommunicator
 from tests.harness import breakable_mesh, distributed, environment, same_on_every_rank
 from tests.models import rows
 from tests.training import experts, interrupt, local_part, mean_square, stacks

@@ -11,10 +11,10 @@ import torch.nn as nn
 
 from fsdp_compose import fully_shard
 from fsdp_compose._torch import close_gloo_connections
-from fsdp_compose.core.comm import Label, Messages, Names, Transport, transport_of
-from fsdp_compose.core.comm.gloo import _InFlight
-from fsdp_compose.core.comm.journal import Journal, first_difference_of, journal_of
+from fsdp_compose.core.comm import Label, Names, Transport, transport_of
 from fsdp_compose.core.comm.transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from fsdp_compose.plugins.gloo.journal import Journal, first_difference_of, journal_of
+from fsdp_compose.plugins.gloo.messages import Messages, _InFlight
 from tests.harness import distributed
 from tests.internals import world
 

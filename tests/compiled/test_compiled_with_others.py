@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compose.core.group import HANG_SECONDS_ENV
+from fsdp_compose.plugins.debugging.standstill import HANG_SECONDS_ENV
 from tests.comm.test_hang import Lines, blocks_of_three
 from tests.harness import distributed
 from tests.runtime.test_optional import VisionLanguage, batch, loss_of, made, mean_loss, shard, steps_of

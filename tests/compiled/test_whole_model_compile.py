@@ -1042,8 +1042,7 @@ def test_functional_mode_runs_as_before():
 
 def test_numbers_of_captured_flat_parameters_tell_what_graphs_do():
     """torch's caches on disk find a graph with gathers by these numbers: a count would give another process's graph."""
-    from fsdp_compose.core.flat import GatherPlan, plan_id
-    from fsdp_compose.core.flat.graph import GradientForm
+    from fsdp_compose.plugins.graphs.captured_shards import GatherPlan, GradientForm, plan_id
 
     fp32 = torch.float32
     one = GatherPlan(

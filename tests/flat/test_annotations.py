@@ -33,8 +33,8 @@ from fsdp_compose import (
 )
 from fsdp_compose.checkpoint import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 from fsdp_compose.core.comm import Label, Transport, TransportWrapper, Work
-from fsdp_compose.core.flat.tensor_parallel import TensorParallel
 from fsdp_compose.core.group.registry import get_state
+from fsdp_compose.plugins.tensor_parallel.parameters import TensorParallel
 from tests.harness import TORCH, distributed, fake_process_group, lasting_mesh
 from tests.internals import states_of
 from tests.test_architecture import output_of

@@ -337,7 +337,7 @@ def test_memory_for_compute_is_not_made_where_shards_live():
     assert {path for path, _ in found} == {
         "core/state_dicts/optimizer_state.py",  # optimizer state, beside the shard
         "core/flat/collectives.py",  # a copy on the device
-        "core/flat/unsharded_extension.py",  # of parameters that are refused where shards live elsewhere
+        "plugins/parameter_classes/unsharded_extension.py",  # refused where shards live elsewhere
         "core/flat/flat_param.py",  # the gradient, beside the shard
         "core/flat/shard_storage.py",
         "core/flat/unsharded.py",  # of shards on the device

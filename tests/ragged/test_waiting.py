@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard
 from fsdp_compose import RaggedShard, distribute_ragged, fully_shard
 from fsdp_compose.core.comm.context import all_kept
 from fsdp_compose.core.comm.failure import entered
-from fsdp_compose.core.comm.journal import Journal
 from fsdp_compose.errors import RanksDifferError
+from fsdp_compose.plugins.gloo.journal import Journal
 from tests.harness import distributed, lasting_mesh
 
 _DRAWN = ("rand", "bernoulli", "dropout", "multinomial", "normal", "poisson")  # as every rank draws them

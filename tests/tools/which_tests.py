@@ -20,6 +20,19 @@ MOST = 6  # test files in a line
 LEAST = 0.02  # of a file's blocks, weighted, that a further test file must add
 SEEN_TWICE = 0.25  # what a block counts for a further test file, each time that one before it runs the block
 OWN_FOLDER = 2.0  # how much more a test of the folder of the file's wing counts
+# The folder of tests of what has none of its own.
+_ELSEWHERE = {
+    **{"core": "api", "state_dicts": "checkpoint", "optimizers": "optim", "ops": "ragged", "plugins": "runtime"},
+    **{
+        "gloo": "comm",
+        "transports": "comm",
+        "replicas": "comm",
+        "parameter_classes": "flat",
+        "tensor_parallel": "flat",
+    },
+    **{"graphs": "compiled", "functional": "runtime", "optional_groups": "runtime", "debugging": "group"},
+    **{"offloading": "api"},
+}
 
 
 def table() -> dict[str, list[str]]:
@@ -52,7 +65,7 @@ def made_from(record: Path) -> dict[str, list[str]]:
 def _folder(file: str) -> tuple[str, ...]:
     """The folder of tests for a file of the package: that of its wing, or of the annex that users find it in."""
     wing = Path(file).parts[1:-1][-1]
-    return ({"core": "api", "state_dicts": "checkpoint", "optimizers": "optim", "ops": "ragged"}.get(wing, wing),)
+    return (_ELSEWHERE.get(wing, wing),)
 
 
 def _best(file: str, running: dict[int, set[str]]) -> list[str]:

@@ -1,19 +1,15 @@
 """Process groups, and everything that travels between ranks. Nothing here knows a parameter or a module.
 
-``mesh`` has the ranks that a group runs on, and ``transport`` spells each collective once. On gloo, ``gloo`` and
-``shared_memory`` replace the backend's own collectives, and ``journal`` numbers what ranks send, so that ranks that
-went different ways learn why they wait. ``control_exchange`` compares a few bytes once per backward. ``store`` has
-everything that goes through the key-value store: it is slow, but bounded in time, and works when collectives hang.
+``mesh`` has the ranks that a group runs on, and ``transport`` spells each collective once; on gloo, the plug-in
+``gloo`` replaces the backend's own collectives. ``control_exchange`` compares a few bytes once per backward. ``store``
+has everything that goes through the key-value store: it is slow, but bounded in time, and works when collectives hang.
 
 How long a rank waits in a rendezvous: the timeout of the process group, a minute in recovery, and five seconds once a
 collective of the process group has failed, be that before or meanwhile. While it waits it checks every five seconds
-whether gloo's connections to the missing ranks are closed: then they have ended, or given up. On gloo, ``journal``
-finds out whether another rank waits for this one somewhere else.
+whether gloo's connections to the missing ranks are closed: then they have ended, or given up. On gloo, the
+journal finds out whether another rank waits for this one somewhere else.
 """
 
-from typing import TYPE_CHECKING
-
-from ..._on_demand import on_demand
 from .context import all_kept as all_kept
 from .context import forget_for as forget_for
 from .context import kept_for as kept_for
@@ -65,30 +61,3 @@ from .transport import as_transferable as as_transferable
 from .transport import device_for as device_for
 from .transport import is_capturing as is_capturing
 from .transport import streams_of as streams_of
-
-if TYPE_CHECKING:
-    from .gloo import Messages as Messages
-    from .journal import Journal as Journal
-    from .journal import known_journal as known_journal
-    from .journal import loss as loss
-    from .journal import noticing_loss as noticing_loss
-    from .journal import take_back_failure as take_back_failure
-    from .journal import tell_failure as tell_failure
-    from .replicas import ReplicaTransport as ReplicaTransport
-    from .replicas import agree_between as agree_between
-    from .wire import Bfloat16 as Bfloat16
-    from .wire import Int8 as Int8
-    from .wire import Wire as Wire
-    from .wire import WireFormat as WireFormat
-    from .wire import finish_with as finish_with
-else:
-    __getattr__ = on_demand(
-        __name__,
-        {
-            "gloo": "Messages",
-            "journal": "Journal known_journal loss noticing_loss take_back_failure tell_failure",
-            "replicas": "ReplicaTransport agree_between",
-            "shared_memory": "",
-            "wire": "Bfloat16 Int8 Wire WireFormat finish_with",
-        },
-    )

@@ -88,7 +88,7 @@ class Doubling:
     """
 
     def __init__(self, control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-        from .gloo import Pending, look_after_pending  # only now: a single rank sends no messages
+        from ...plugins.gloo import Pending, look_after_pending
 
         self.rounds = rounds_of(control.rank(), control.size())
         self.control, self.messages = control, gloo_messages(control)
@@ -220,8 +220,7 @@ class Carrier:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        from .gloo import MemoryOfRanks
-        from .journal import known_journal
+        from ...plugins.gloo import MemoryOfRanks, known_journal
 
         self._group, self._control = weakref.ref(group), control_group(group)
         self._journal = known_journal(group)
@@ -329,7 +328,7 @@ class Carrier:
         try:
             work.wait()
         except RuntimeError as error:
-            from .journal import difference_of, who_left
+            from ...plugins.gloo import difference_of, who_left
 
             group = self._group()
             what = self._end_of if self._end_of in (ROUND, STEP) else f"control exchange at the end of {self._end_of}"

@@ -178,7 +178,7 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
 
 
 class Meeting:
-    """A wait for all ranks of ``group`` that has no number in a journal. While it is entered, ``journal`` may find out
+    """A wait for all ranks of ``group`` that has no number in a journal. While it is entered, the journal may find out
     that another rank waits for this one elsewhere.
 
     Attributes:

@@ -215,7 +215,7 @@ class DataParallelMesh:
         """A copy, of a mesh without a replicate group, that also averages over the user's replica groups."""
         if replicas is None:
             return replace(self, replica_transport=None)
-        from .replicas import ReplicaTransport
+        from ...plugins.replicas import ReplicaTransport
 
         return replace(self, replica_transport=ReplicaTransport(replicas, self.shard_group))
 
@@ -556,7 +556,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.Pro
     ``group``."""
     goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
     if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
-        from .gloo import Messages  # only now: other backends never need them
+        from ...plugins.gloo import Messages
 
         return Messages(group, peers)
     return Transport(group)

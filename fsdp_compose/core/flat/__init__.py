@@ -18,6 +18,7 @@ matters (before a forward, a backward, an optimizer step or our clipping).
 from typing import TYPE_CHECKING
 
 from ..._on_demand import on_demand
+from .accumulation import Contribution as Contribution
 from .accumulation import UnreducedGradient as UnreducedGradient
 from .accumulation import refuse_unreduced as refuse_unreduced
 from .accumulation import waiting as waiting
@@ -102,35 +103,11 @@ from .sharded_param import whole_like_original as whole_like_original
 from .unsharded import explain_refused_access as explain_refused_access
 
 if TYPE_CHECKING:
-    from .annotations import Annotation as Annotation
-    from .annotations import refuse_gaps as refuse_gaps
     from .flat_views import FlatSegment as FlatSegment
-    from .graph import CapturedShard as CapturedShard
-    from .graph import GatherPlan as GatherPlan
-    from .graph import GraphInputs as GraphInputs
-    from .graph import captured_flat as captured_flat
-    from .graph import deliver_gradients as deliver_gradients
-    from .graph import gather_captured as gather_captured
-    from .graph import plan_id as plan_id
-    from .graph import refuse_written as refuse_written
-    from .graph import summary_of as summary_of
-    from .tensor_parallel import TensorParallel as TensorParallel
-    from .tensor_parallel import is_split_evenly as is_split_evenly
-    from .tensor_parallel import placed as placed
-    from .tensor_parallel import refuse_placement as refuse_placement
 else:
     __getattr__ = on_demand(
         __name__,
         {
-            "annotations": "Annotation refuse_gaps",
-            "tensor_parallel": "TensorParallel is_split_evenly placed refuse_placement",
             "flat_views": "FlatSegment",
-            "graph": (
-                "CapturedShard GatherPlan GraphInputs captured_flat deliver_gradients gather_captured plan_id "
-                "refuse_written summary_of"
-            ),
-            "class_codecs": "",
-            "even_chunks": "",
-            "unsharded_extension": "",
         },
     )

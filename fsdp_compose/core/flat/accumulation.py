@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
+from enum import Enum, auto
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -33,7 +34,15 @@ from .param_kind import own_grad_dtype, plain_gradient
 from .reduction import AVERAGE, Reduction, ReductionOptions
 
 if TYPE_CHECKING:
-    from .tensor_parallel import AddUp, TensorParallel
+    from ...plugins.tensor_parallel import AddUp, TensorParallel
+
+
+class Contribution(Enum):
+    """What is done with the gradients of a flat parameter when those of its group are taken; the same on all ranks."""
+
+    KEPT = auto()  # added to those that each rank keeps for itself, without communication
+    SCATTERED = auto()  # added up over the ranks that shard it, and kept there: the average over replicas is left out
+    REDUCED = auto()  # averaged over all data ranks, with what was kept before
 
 
 class UnreducedGradient(RaggedDTensor):

@@ -40,7 +40,7 @@ from .sharded_param import (
 )
 
 if TYPE_CHECKING:
-    from .tensor_parallel import Shown, TensorParallel
+    from ...plugins.tensor_parallel import Shown, TensorParallel
 
 SHARD_ALIGNMENT_BYTES = 16  # required by cuBLAS and NCCL; misaligned all-gathers lose up to 12x of their bandwidth
 
@@ -59,7 +59,7 @@ def shard_params(
         kind = replace(kind, codec=codec)
     own: TensorParallel | None = None
     if any(spec_of(item) is not None or FORWARD_SPEC_ATTRIBUTE in item.__dict__ for item in originals):
-        from .tensor_parallel import TensorParallel
+        from ...plugins.tensor_parallel import TensorParallel
 
         own = TensorParallel.of(originals)
     handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
@@ -92,7 +92,7 @@ def _copy_elements(originals: Sequence[nn.Parameter], shard: torch.Tensor, handl
 def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[ParameterCodec, torch.Tensor]:
     """Cut a parameter that is stored as several tensors; return the codec, which knows the cut, and this rank's
     bytes."""
-    from .class_codecs import CompositeCodec, cut
+    from ...plugins.parameter_classes import CompositeCodec, cut
 
     num_ranks, label = mesh.shard_world_size, Label([item.fqn])
 
@@ -135,7 +135,7 @@ def shard_again(
     own: TensorParallel | None = None
     own_specs = [*map(_own_specs, params)]
     if any(shown is not None for _, shown in own_specs):
-        from .tensor_parallel import TensorParallel
+        from ...plugins.tensor_parallel import TensorParallel
 
         own = TensorParallel.joined(own_specs)
     handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
@@ -207,7 +207,7 @@ def _plan(
         assert len(managed) == 1, "its class gathers it by itself"
         fqn, shape = managed[0].fqn, tuple(managed[0].parameter.shape)
         if granularity is even_chunks:
-            from .even_chunks import plan_chunks
+            from ...plugins.even_chunks import plan_chunks
 
             return plan_chunks([ParamSpec(fqn, shape)], mesh.shard_world_size, 1)
         return plan_equal_rows(fqn, shape, mesh.shard_world_size)
@@ -220,7 +220,7 @@ def _plan(
         whole = tuple(item.parameter.shape)
         largest = local = whole
         if spec is not None:
-            from .tensor_parallel import is_even, largest_local_shape, local_shape
+            from ...plugins.tensor_parallel import is_even, largest_local_shape, local_shape
 
             largest, local = largest_local_shape(spec), local_shape(spec)
             if granule not in (None, "elements", "whole") and not is_even(spec):
@@ -232,7 +232,7 @@ def _plan(
         specs.append(ParamSpec(item.fqn, largest, granule))
         shapes.append(local)
     if granularity is even_chunks:
-        from .even_chunks import plan_chunks
+        from ...plugins.even_chunks import plan_chunks
 
         return plan_chunks(specs, mesh.shard_world_size, alignment)
     return plan_layout(specs, mesh.shard_world_size, alignment).with_shapes(shapes)

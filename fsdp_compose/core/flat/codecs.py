@@ -4,7 +4,8 @@
 - ``ExtensionCodec``: the class of the parameter has an all-gather of its own (FSDP2's extension protocol).
 - ``CompositeCodec``: it consists of several tensors (``__tensor_flatten__``; quantized weights), stored as their bytes.
 
-A codec is chosen when flat parameters are built, in ``param_kind``. The last two are in ``class_codecs``."""
+A codec is chosen when flat parameters are built, in ``param_kind``. The last two are in the plug-in
+``parameter_classes``."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def is_composite(param: torch.Tensor) -> bool:
     """Whether a parameter that is not a DTensor consists of more than one tensor of its own shape and dtype."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return False
-    from ..ragged import inner_tensors
+    from ...plugins.parameter_classes import inner_tensors
 
     tensors = inner_tensors(param)
     if len(tensors) != 1:

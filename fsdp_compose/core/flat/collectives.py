@@ -16,11 +16,14 @@ import torch
 
 from ..._torch import foreach_copy_, foreach_mul_, foreach_zero_
 from ..comm import Transport, give_up, streams_of
-from .accumulation import Accumulation
+from .accumulation import Accumulation, Contribution
 from .events import in_range
 from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas
+
+KEPT, SCATTERED, REDUCED = Contribution
+
 
 # ---- The input of a reduction: pooled memory, and the gradients that are copied there
 
@@ -195,8 +198,8 @@ def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
 # without ``record_stream``: all memory belongs to the compute stream, which allocates and frees it. A side stream waits
 # for compute when its work is issued, and compute waits for the work before it uses *or frees* what the work touches.
 # (``Work.wait()`` makes the current stream wait and does not block the host.) The caching allocator's own order does
-# the rest. What a wire encodes (``comm/wire``) is the exception: its memory is allocated, used and freed on the side
-# stream, behind the collective. On the CPU, the same code runs without streams, and ``wait()`` blocks.
+# the rest. What a wire encodes (``plugins/transports``) is the exception: its memory is allocated, used and freed on
+# the side stream, behind the collective. On the CPU, the same code runs without streams, and ``wait()`` blocks.
 
 
 class Communicator:
@@ -224,7 +227,7 @@ class Communicator:
         self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
         self._pool = object()
 
-    # ---- Hooks for the agreement before collectives; another class implements them (see ``group/debug``)
+    # ---- Hooks for the agreement before collectives; another class implements them (see ``plugins/debugging``)
 
     def announce(self, handle: FlatParamHandle, what: str) -> None:
         """Called before a collective that the other methods do not issue."""
@@ -328,34 +331,23 @@ class Communicator:
 
     # ---- Gradients
 
-    def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
-        """Add the gradients to the handle's unsharded accumulation buffer, without communication.
-        ``is_kept``: the group stays unsharded, for a running forward or for the next one."""
-        pending = handle.pending_gradients
-        pending.follow_zero_grad()
-        add_up = None if pending.tensor_parallel is None else partial(self._add_up, handle)
-        grads, _ = pending.take(handle.unsharded.params, add_up)
-        if not is_kept:
-            self.reshard(handle)
-        accumulate(handle, grads)
-
     @in_range("all_reduce over tensor-parallel ranks of")
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
         """Sum gradients over tensor-parallel ranks, before they are reduced or kept."""
-        from ..comm import noticing_loss
+        from ...plugins.gloo import noticing_loss
 
         with noticing_loss(transport.group, "the sum of gradients over tensor-parallel ranks"):
             transport.all_reduce(flat, False, handle.label.of(indices)).wait()
 
-    def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
-        """Take the gradients and start their reduction. Every rank calls this for the same handles in the same order.
+    def contribute(self, handle: FlatParamHandle, contribution: Contribution, is_kept: bool = False) -> bool:
+        """Take the gradients and do with them what ``contribution`` says; a reduction is started. Every rank calls this
+        for the same handles in the same order.
 
-        Parameters without a gradient on this rank contribute zeros. ``is_kept``: as for ``accumulate``. ``averages``:
-        also average over the replicas, if there are any; otherwise the scattered result waits for a reduction that
-        does.
+        Parameters without a gradient on this rank contribute zeros to a reduction. ``is_kept``: the group stays
+        unsharded, for a running forward or for the next one.
 
         Returns:
-            Whether the result is added to a gradient that was there before.
+            Whether the result of a reduction is added to a gradient that was there before.
         """
         pending = handle.pending_gradients
         if pending.accumulation is not None:
@@ -364,23 +356,17 @@ class Communicator:
         grads, missing = pending.take(handle.unsharded.params, add_up)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
+        if contribution is KEPT or (contribution is SCATTERED and handle.mesh.has_whole):
+            accumulate(handle, grads)
+            return False
         if handle.mesh.has_whole:
-            if not averages:
-                accumulate(handle, grads)
-                return False
             average = take_whole(handle, grads, missing)
             self._start(handle, average)
             self._averages.append((handle, average))
             return average.is_added
-        if averages:
+        if contribution is REDUCED:
             pending.awaits_publication = True
-        reduction = pending.reduction
-        buffer = None if reduction is None else reduction.buffer
-        if reduction is None or buffer is None or buffer.pool is not self._pool:
-            buffer = self._buffer_for(handle)
-            reduction = pending.reduction = handle.reduction_of(buffer.view(handle.layout.flat_numel), buffer)
-        if buffer in self._in_flight:
-            self._finish(buffer)
+        buffer, reduction = self._memory_of_reduction(handle)
         accumulation, earlier = pending.accumulation, None
         if accumulation is not None:
             pending.accumulation = None
@@ -396,7 +382,7 @@ class Communicator:
             else:
                 copy_gradients(reduction.views, grads)
         del grads, accumulation
-        if averages:
+        if contribution is REDUCED:
             is_added = handle.gradient.prepare() is ADDED
             reduction.set_target(pending.options, handle.gradient.target, is_added, earlier)
         else:
@@ -407,6 +393,18 @@ class Communicator:
         if self._reduce_stream is not None:
             self._go_on(handle, reduction)
         return is_added
+
+    def _memory_of_reduction(self, handle: FlatParamHandle) -> tuple[ReduceBuffer, Reduction]:
+        """A buffer in which nothing is in flight, and the handle's reduction in it."""
+        reduction = handle.pending_gradients.reduction
+        buffer = None if reduction is None else reduction.buffer
+        if reduction is None or buffer is None or buffer.pool is not self._pool:
+            buffer = self._buffer_for(handle)
+            reduction = handle.reduction_of(buffer.view(handle.layout.flat_numel), buffer)
+            handle.pending_gradients.reduction = reduction
+        if buffer in self._in_flight:
+            self._finish(buffer)
+        return buffer, reduction
 
     @in_range(attrgetter("span"))
     def _start(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage) -> None:
@@ -422,7 +420,7 @@ class Communicator:
         try:
             stage.issue(handle.mesh, handle.label)
         except Exception as error:  # of a user's transport; autograd shows it only when the backward has ended
-            from ..comm import tell_failure
+            from ...plugins.gloo import tell_failure
 
             tell_failure(handle.mesh.peers, error)
             raise
@@ -462,7 +460,7 @@ class Communicator:
             except RuntimeError as error:
                 raise self._failure(stage.what, handle, error) from None
             except Exception as error:
-                from ..comm import tell_failure
+                from ...plugins.gloo import tell_failure
 
                 tell_failure(handle.mesh.peers, error)
                 raise
@@ -534,7 +532,7 @@ class Communicator:
         self._module.current_stream(self._device).wait_stream(stream)
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        from ..comm import loss
+        from ...plugins.gloo import loss
 
         group = handle.mesh.peers
         failure = loss(group, f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", error)

@@ -52,8 +52,8 @@ from .sharded_param import (
 from .unsharded import Unsharded, error_of_late_access
 
 if TYPE_CHECKING:
+    from ...plugins.tensor_parallel import TensorParallel
     from .flat_views import FlatSegment
-    from .tensor_parallel import TensorParallel
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -147,8 +147,7 @@ class FlatParamHandle(_Referable):
         dtype = codec.dtype_of(shard)
         compute = kind.compute_dtype(dtype)
         if codec.gathered_by is not None:
-            from .class_codecs import ExtensionCodec
-            from .unsharded_extension import ExtendedUnsharded
+            from ...plugins.parameter_classes import ExtendedUnsharded, ExtensionCodec
 
             assert isinstance(codec, ExtensionCodec)
             unsharded: Unsharded = ExtendedUnsharded(codec, shard, layout, self.mesh, compute, self.label)

@@ -47,7 +47,7 @@ def codec_of(
     has, is_cut = has_protocol(param), is_composite(param)
     if not is_cut and not (has and param.numel() and param.dim()):
         return BY_ELEMENTS
-    from .class_codecs import codec_of_class
+    from ...plugins.parameter_classes import codec_of_class
 
     return codec_of_class(param, module, policy, compute, is_composite=is_cut)
 
@@ -133,7 +133,7 @@ def plain_gradient(gradient: torch.Tensor, label: object) -> torch.Tensor:
     """
     if not is_wrapper(gradient) or isinstance(gradient, DTensor):
         return gradient
-    from ..ragged import common_tensor, describe_part, inner_tensors
+    from ...plugins.parameter_classes import common_tensor, describe_part, inner_tensors
 
     plain = common_tensor(gradient)
     if plain is None:
@@ -161,7 +161,7 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
         return
     check_protocol(param, fqn)
     if is_composite(param):
-        from .class_codecs import check_composite
+        from ...plugins.parameter_classes import check_composite
 
         check_composite(param, fqn, is_gathered)
     elif cls not in _warned and not (is_gathered and has_protocol(param)):

@@ -29,7 +29,7 @@ from .reduction import Reduction, ReductionOptions
 from .unsharded import Unsharded
 
 if TYPE_CHECKING:
-    from .tensor_parallel import TensorParallel
+    from ...plugins.tensor_parallel import TensorParallel
 
 # ---- Copies between host memory and the device that computes: their stream, their order, and when the host may look
 #

@@ -42,7 +42,7 @@ from .layout import FlatLayout
 from .param_kind import ParameterKind
 
 if TYPE_CHECKING:
-    from .annotations import Annotation
+    from ...plugins.tensor_parallel import Annotation
 
 # Where a sharded parameter stores the subclass of nn.Parameter that the original belonged to.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
@@ -100,7 +100,7 @@ def annotation_of(param: torch.Tensor, fqn: str = "") -> Annotation | None:
         return None
     mesh, data_dims, known = _annotated_on.get()
     if id(param) not in known:
-        from .annotations import read
+        from ...plugins.tensor_parallel import read
 
         known[id(param)] = read(param, fqn, mesh, data_dims)
     return known[id(param)]
@@ -206,7 +206,7 @@ def class_attributes(param: torch.Tensor) -> Set[str]:
     """The attributes that a wrapper has from its class, among them the tensors inside, which must not outlive it."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return frozenset()
-    from ..ragged import context_of, inner_tensors, remade
+    from ...plugins.parameter_classes import context_of, inner_tensors, remade
 
     made = remade(type(param), inner_tensors(param), context_of(param), param.shape, param.stride())
     return vars(made).keys()

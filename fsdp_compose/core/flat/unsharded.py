@@ -33,7 +33,7 @@ from .layout import FlatLayout, full_views
 from .sharded_param import own_counter, restore_attributes
 
 if TYPE_CHECKING:
-    from .tensor_parallel import TensorParallel
+    from ...plugins.tensor_parallel import TensorParallel
 
 # ---- Input of an all-gather: the shards of all ranks, or parts kept from an earlier all-gather
 #

@@ -117,20 +117,6 @@ from .state import state_of as state_of
 from .state import widest_mesh as widest_mesh
 
 if TYPE_CHECKING:
-    from .debug import LockstepCommunicator as LockstepCommunicator
-    from .debug import announce_first_forward as announce_first_forward
-    from .graph import CAPTURED as CAPTURED
-    from .graph import CapturedGroup as CapturedGroup
-    from .graph import GraphPlan as GraphPlan
-    from .graph import VersionsBefore as VersionsBefore
-    from .graph import captured_leaves as captured_leaves
-    from .graph import graph_plan_of as graph_plan_of
-    from .graph import hold as hold
-    from .graph import is_capturable as is_capturable
-    from .standstill import HANG_SECONDS_ENV as HANG_SECONDS_ENV
-    from .standstill import POSITION_MARK as POSITION_MARK
-    from .standstill import as_ranges as as_ranges
-    from .standstill import look_after_standstill as look_after_standstill
     from .tied_params import Move as Move
     from .tied_params import apply_moves as apply_moves
     from .tied_params import find_moves as find_moves
@@ -138,9 +124,6 @@ else:
     __getattr__ = on_demand(
         __name__,
         {
-            "debug": "LockstepCommunicator announce_first_forward",
             "tied_params": "Move apply_moves find_moves",
-            "graph": "CAPTURED CapturedGroup GraphPlan VersionsBefore captured_leaves graph_plan_of hold is_capturable",
-            "standstill": "HANG_SECONDS_ENV POSITION_MARK as_ranges look_after_standstill",
         },
     )

@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from ..._torch import backwards
 
 if TYPE_CHECKING:
-    from ..flat import CapturedShard, FlatParamHandle, Region
+    from ...plugins.graphs import CapturedShard
+    from ..flat import FlatParamHandle, Region
     from .collective_order import Group
     from .parameter_swap import ParameterSwap
 

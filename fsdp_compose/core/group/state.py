@@ -395,8 +395,12 @@ class Scheduler(Protocol):
     def refresh_kept(self, root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
         """An outermost forward begins, with a flat parameter still gathered: gather again if it may be out of date."""
 
+    def check_forward(self, root: Root, state: _FSDPState) -> None:
+        """Called before a forward of a group is counted, if the scheduler ``skips``: an error here is one of a forward
+        that has not begun."""
+
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
-        """A forward of a group begins: count it, gather the group, and prefetch the next one."""
+        """A forward of a group begins: gather the group, and prefetch the next one."""
 
     def before_recomputation(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         """Activation checkpointing repeats a forward of a group: gather the group."""

@@ -25,4 +25,3 @@ from .nested import Path as Path
 from .nested import leaves_of as leaves_of
 from .nested import map_leaves as map_leaves
 from .nested import put_leaf as put_leaf
-from .state_offload import offload_optimizer_states as offload_optimizer_states

@@ -57,29 +57,10 @@ if TYPE_CHECKING:
     from .ops.reductions import combine_norms as combine_norms
     from .ops.reductions import finish_norm as finish_norm
     from .ops.reductions import partial_norm as partial_norm
-    from .parts import PART_ALIGNMENT_BYTES as PART_ALIGNMENT_BYTES
-    from .parts import InnerTensor as InnerTensor
-    from .parts import Parts as Parts
-    from .parts import are_equal as are_equal
-    from .parts import common_tensor as common_tensor
-    from .parts import context_of as context_of
-    from .parts import describe_part as describe_part
-    from .parts import first_rows as first_rows
-    from .parts import inner_tensors as inner_tensors
-    from .parts import remade as remade
-    from .parts import rows_of as rows_of
-    from .subclass_views import CompositeDTensor as CompositeDTensor
-    from .subclass_views import show_as as show_as
-    from .subclass_views import with_local as with_local
 else:
     __getattr__ = on_demand(
         __name__,
         {
             "ops.reductions": "accurate_dtype combine_norms finish_norm partial_norm",
-            "parts": (
-                "PART_ALIGNMENT_BYTES InnerTensor Parts are_equal common_tensor context_of describe_part first_rows "
-                "inner_tensors remade rows_of"
-            ),
-            "subclass_views": "CompositeDTensor show_as with_local",
         },
     )

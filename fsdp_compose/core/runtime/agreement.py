@@ -96,7 +96,7 @@ def raise_different_order(root: Root, place: Entry) -> None:
     details = "\n".join([*lines, "; ".join(dict.fromkeys(sent))])
     entries = [line.partition("\t")[0] for line in lines]  # names may differ: a model may be gone on some ranks only
     digest = hashlib.sha256("\n".join(entries).encode()).hexdigest()
-    from ..comm import known_journal
+    from ...plugins.gloo import known_journal
 
     journal = known_journal(group)
     if journal is not None:
@@ -173,7 +173,7 @@ def compare_with_replicas(root: Root) -> None:
     replicas = states[0].mesh.replicas if states else None
     if replicas is None or not _averages(states):
         return
-    from ..comm import agree_between
+    from ...plugins.replicas import agree_between
 
     due = sorted(
         _reduction_of(state)
@@ -200,7 +200,7 @@ def agree_with_replicas(root: Root, states: Sequence[_FSDPState], issued: Sequen
     replicas, exchange = states[0].mesh.replicas, root.exchange
     if replicas is None or not _averages(states):
         return  # groups may run unequal numbers of backwards that only accumulate
-    from ..comm import agree_between
+    from ...plugins.replicas import agree_between
 
     by_entry = {state.log.reduce_scatter: state for state in states}
     # Names, because numbers depend on which model ran first since the job began. And no gathers, which come in another

@@ -25,8 +25,9 @@ from ..group import (
     ends_backward,
     never_traced,
 )
+from ..ragged import requires_grad_writes
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
-from .group_ops import reshard, reshard_until_backward
+from .group_ops import follow_requires_grad_writes, reshard, reshard_until_backward
 from .inputs_outputs import hook_outputs
 from .untracked_writes import writes_to_unsharded
 
@@ -255,6 +256,12 @@ class DefaultMode:
         if is_recomputed:
             scheduler.before_recomputation(root, state, use)
         else:
+            if scheduler.skips:
+                scheduler.check_forward(root, state)
+            # Counted before it gathers: if that raises, the iteration was interrupted, and all ranks recover from it.
+            forward.depth += 1
+            if use is not None and state.persistent.num_toggles != requires_grad_writes.count:
+                follow_requires_grad_writes(root, state)
             scheduler.before_forward(root, state, use)
             if len(state.modules) > 1 and not state.progress.pending_modules:
                 state.progress.pending_modules.update([id(ref()) for ref in state.modules])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 
-from ..flat import FlatParamHandle, is_stale
+from ..flat import Contribution, FlatParamHandle, is_stale
 from ..group import (
     Entry,
     ForwardRecord,
@@ -25,6 +25,8 @@ from ..group import (
     registrations,
 )
 from ..ragged import requires_grad_writes
+
+KEPT, SCATTERED, REDUCED = Contribution
 
 
 def note_all_gather(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
@@ -123,39 +125,37 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
     state.persistent.has_unsynced = not (is_synced and averages)
     if state.mesh.part_transport is not None:
         _drop_parts(state)
-    communicator = root.communicator
     for handle in handles:
-        contributions = handle.pending_gradients
-        has_earlier = contributions.accumulation is not None
-        if not (contributions.is_trainable or with_frozen or (has_earlier and is_synced)):
-            if not is_kept:
-                communicator.reshard(handle)
-        elif is_synced:
+        pending = handle.pending_gradients
+        if pending.is_trainable or with_frozen or (is_synced and pending.accumulation is not None):
             # Experts may be spread over the replicas: what there is of them is reduced with each backward.
             is_whole = averages or handle.mesh.replica_transport is None
-            root.order.record(root, state.log.reduce_scatter if is_whole else state.log.scatter_alone)
-            if has_earlier or not is_whole:
-                # Before the earlier gradients are taken: if the reduction raises, they are lost.
-                backward.has_added = True
-            if communicator.reduce(handle, is_kept, is_whole):
-                backward.has_added = True
-        else:
-            backward.has_added = True
-            communicator.accumulate(handle, is_kept)
+            _contribute(root, state, handle, (REDUCED if is_whole else SCATTERED) if is_synced else KEPT, is_kept)
+        elif not is_kept:
+            root.communicator.reshard(handle)
 
 
 def reduce_early(root: Root, state: _FSDPState) -> None:
     """Reduce the next flat parameter of a group before the others, because all its gradients have arrived. It stays
     unsharded."""
-    backward, handle = root.backward, state._handles[state.backward.num_early]
-    assert backward is not None
+    handle = state._handles[state.backward.num_early]
     state.backward.num_early += 1
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
-        root.order.record(root, state.log.reduce_scatter)
-        if handle.pending_gradients.accumulation is not None:
-            backward.has_added = True  # before the earlier gradients are taken, as in reduce()
-        if root.communicator.reduce(handle, True, True):
-            backward.has_added = True
+        _contribute(root, state, handle, REDUCED, True)
+
+
+def _contribute(
+    root: Root, state: _FSDPState, handle: FlatParamHandle, contribution: Contribution, is_kept: bool
+) -> None:
+    backward = root.backward
+    assert backward is not None
+    if contribution is not KEPT:
+        root.order.record(root, state.log.reduce_scatter if contribution is REDUCED else state.log.scatter_alone)
+    # Noted before gradients of earlier backwards are taken: if the reduction raises, they are lost.
+    if contribution is not REDUCED or handle.pending_gradients.accumulation is not None:
+        backward.has_added = True
+    if root.communicator.contribute(handle, contribution, is_kept):
+        backward.has_added = True
 
 
 def hide_shown(root: Root, only: ParameterSwap | None = None) -> None:
@@ -187,6 +187,8 @@ def follow_requires_grad(root: Root, state: _FSDPState) -> None:
 def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
     """Take over changes of ``requires_grad`` before a forward of a group under grad mode, if any was set since the last
     one."""
+    if state.options.is_optional:
+        return  # the scheduler follows them on all ranks, not only on those that run the group
     count = requires_grad_writes.count
     if any([handle.was_toggled() for handle in state._handles]):
         follow_requires_grad(root, state)
@@ -301,11 +303,9 @@ class FixedOrder:
             root.communicator.refresh(handle)
             handle.unsharded.be_left(state.options.is_held)
 
+    def check_forward(self, root: Root, state: _FSDPState) -> None: ...
+
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
-        # Counted before it gathers: if the gather raises, the iteration was interrupted, and all ranks recover from it.
-        root.forward.depth += 1
-        if use is not None and state.persistent.num_toggles != requires_grad_writes.count:
-            follow_requires_grad_writes(root, state)
         unshard_for_use(root, state)
         prefetch_forward(root, state)
 
@@ -328,7 +328,7 @@ class FixedOrder:
         # Groups that are whole on every rank may run on some ranks only: nobody waits for this one.
         handles = [handle for state in root.live_states() for handle in state._handles]
         if root.mesh.has_peers and any([handle.mesh.shard_world_size > 1 for handle in handles]):
-            from ..comm import tell_failure
+            from ...plugins.gloo import tell_failure
 
             tell_failure(root.mesh.peers, sys.exc_info()[1])
 

@@ -200,7 +200,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             captured.append(state)
     root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
     if captured:
-        from ..group import VersionsBefore
+        from ...plugins.graphs import VersionsBefore
 
         root.forward.record.captured = VersionsBefore(captured)
     root.order.compact()
@@ -311,7 +311,7 @@ def notice_inputs() -> None:
 
 
 def _with_inputs(*arguments: Any) -> Any:
-    from .differentiable_gather import with_inputs
+    from ...plugins.functional import with_inputs
 
     return with_inputs(*arguments)
 
@@ -333,10 +333,10 @@ def drive(modules: Sequence[nn.Module]) -> None:
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Make ``module`` show full parameters; see the head of this file."""
     if _is_captured():
-        from . import graph_mode as captured
+        from ...plugins.graphs import can_capture, enter
 
-        if captured.can_capture(module):
-            return captured.enter(module, args, kwargs)
+        if can_capture(module):
+            return enter(module, args, kwargs)
         return _enter_untraced(module, args, kwargs)
     state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     task = current_graph_task_id()
@@ -348,7 +348,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode: Mode = DEFAULT
     is_given = is_functional_call(state)
     if is_given or (past.was_functional and _is_grad_enabled()) or in_transform():
-        from .functional_mode import FunctionalMode
+        from ...plugins.functional import FunctionalMode
 
         mode = FunctionalMode(state, is_given)
     root = state.root
@@ -388,10 +388,10 @@ def _enter_untraced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     """Hide the unsharded parameters again, whether forward returned or raised, and prepare backward."""
     if _is_captured():
-        from . import graph_mode as captured
+        from ...plugins.graphs import can_capture, leave
 
-        if captured.can_capture(module):
-            return captured.leave(module, output)
+        if can_capture(module):
+            return leave(module, output)
         return _leave_untraced(module, _args, output)
     state: _FSDPState = module.__dict__[STATE_KEY][API_KEY]  # state_of_hooked(), inline
     progress = state.progress

@@ -543,7 +543,7 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     refuse_sleeping(states)
     are_optional = any(item.options.is_optional for item in states)
     if are_optional:
-        from .optional import check_optional
+        from ...plugins.optional_groups import check_optional
 
         check_optional(owners, names)
     earlier = contexts_of(states)
@@ -598,11 +598,11 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     exchanges = exchange, ControlExchange(num_params, len(states), carrier, end_of="forward")
     scheduler: Scheduler = FIXED_ORDER
     if are_optional:
-        from .optional import scheduler_of
+        from ...plugins.optional_groups import scheduler_of
 
         scheduler = scheduler_of(states, carrier)
     if any(item.options.limit_unsharded_bytes is not None for item in states):
-        from .bounded import bounded
+        from ...plugins.bounded_memory import bounded
 
         scheduler = bounded(states, scheduler)
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
@@ -610,13 +610,13 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
         handle.pending_gradients.write_used_to(exchange.used[start : start + len(handle.fqns)])
     make_communicator = Communicator
     if is_on():
-        from ..group import LockstepCommunicator
+        from ...plugins.debugging import LockstepCommunicator
 
         make_communicator = LockstepCommunicator
     communicator = make_communicator(mesh.device, handles)
     number = order.register_root(state, states, model)
     if mesh.has_peers:
-        from ..group import look_after_standstill
+        from ...plugins.debugging import look_after_standstill
 
         look_after_standstill()
     advise(mesh, states)
@@ -658,7 +658,7 @@ def _has_ties(state: _FSDPState) -> bool:
 
 
 def _gather_parameter(*arguments: Any) -> torch.Tensor:
-    from .differentiable_gather import gather_parameter
+    from ...plugins.functional import gather_parameter
 
     return gather_parameter(*arguments)
 
@@ -767,7 +767,7 @@ def _meet_first_forward(
     digest = hashlib.sha256(details.encode()).hexdigest()
 
     if is_on():
-        from ..group import announce_first_forward
+        from ...plugins.debugging import announce_first_forward
 
         announce_first_forward(mesh)
     position = order.place_of(state, states, digest)

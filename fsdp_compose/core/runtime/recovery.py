@@ -7,16 +7,8 @@ import warnings
 import torch.distributed as dist
 
 from ...errors import RanksDifferError
-from ..comm import (
-    RECOVERY_TIMEOUT,
-    Journal,
-    class_of_failure,
-    failure_of,
-    known_journal,
-    last_of_every_rank,
-    meet,
-    take_back_failure,
-)
+from ...plugins.gloo import Journal, known_journal, take_back_failure
+from ..comm import RECOVERY_TIMEOUT, class_of_failure, failure_of, last_of_every_rank, meet
 from ..group import BackwardState, Root, _FSDPState, steps_were_compared
 from .group_ops import stays_unsharded
 

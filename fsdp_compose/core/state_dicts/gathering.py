@@ -16,10 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from ..._torch import dtensor_spec, is_wrapper, local_tensor, make_dtensor
-from ..comm import Messages
+from ...plugins.gloo import Messages
+from ...plugins.parameter_classes import CompositeDTensor, with_local
 from ..flat import FlatParamHandle, gather_flat, local_of
 from ..optimizers import Path, leaves_of, map_leaves
-from ..ragged import CompositeDTensor, RaggedDTensor, ReplicatedDTensor, with_local
+from ..ragged import RaggedDTensor, ReplicatedDTensor
 from .fqns import ModelNames, Place
 
 Key = tuple[Any, ...]

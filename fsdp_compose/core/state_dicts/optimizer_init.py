@@ -32,10 +32,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..._torch import dtensor_spec, group_device_types, local_tensor
 from ...errors import MisuseRuntimeError
+from ...plugins.parameter_classes import with_local
 from ..comm import forget_for, kept_for, known_for, maximum_of_all_ranks
 from ..flat import local_of
 from ..optimizers import MatrixOptimizer, block_of, elementwise_classes, num_blocks, zeros_per_block
-from ..ragged import RaggedDTensor, with_local
+from ..ragged import RaggedDTensor
 
 _NUM_QUANTIZED = 8192  # elements
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes of a tiny tensor's dimensions, all different

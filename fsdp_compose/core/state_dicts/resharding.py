@@ -11,17 +11,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
+from ...plugins.parameter_classes import CompositeDTensor, with_local
 from ..comm import as_transferable
 from ..flat import FlatParamHandle
 from ..optimizers import map_leaves
-from ..ragged import (
-    CompositeDTensor,
-    RaggedDTensor,
-    ReplicatedDTensor,
-    distribute_ragged,
-    inner_of_whole,
-    with_local,
-)
+from ..ragged import RaggedDTensor, ReplicatedDTensor, distribute_ragged, inner_of_whole
 from .fqns import Place
 from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
 

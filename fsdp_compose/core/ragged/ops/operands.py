@@ -110,7 +110,7 @@ def is_own(tensor: torch.Tensor) -> bool:
 def over_ranks(what: Any, tensor: torch.Tensor, op: Any, mesh: DeviceMesh, dims: Iterable[int]) -> None:
     """All-reduce a small tensor over dimensions of the mesh, in place. Ranks: all of these; one that calls this alone
     is told so. ``what``: an operator, for messages."""
-    from ...comm import noticing_loss
+    from ....plugins.gloo import noticing_loss
 
     for dim in dims:
         group = mesh.get_group(dim)

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from ...._torch import DTensorSpec, NormPartial, TensorMeta, current_graph_task_id, foreach_norm, make_dtensor
-from ...comm import all_reduce, device_for, noticing_loss
+from ....plugins.gloo import noticing_loss
+from ...comm import all_reduce, device_for
 from ..dtensor import Handler, RaggedDTensor
 from ..placement import RaggedSpec
 from .operands import Args, Kwargs, PartialDTensor, ReplicatedDTensor, operand, over_ranks, replicated, scalar_operand

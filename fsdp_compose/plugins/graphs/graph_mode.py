@@ -1,0 +1,165 @@
+"""The captured mode: forwards that ``torch.compile`` traces as part of a larger graph.
+
+The hooks of such a group are traced: the graph itself gathers, shows views of the gathered parameters, and reduces in
+its backward. The work for the iteration as a whole (the root's hooks, the checks, the exchange, the publication of
+gradients) stays outside the graph, in eager code. A group that reshards repeats its gather in backward, as activation
+checkpointing repeats a forward, so the graph keeps no whole parameter in between.
+
+Dynamo traces ``enter`` and ``leave``. They read a ``GraphPlan``, which plain Python computes during tracing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from ..._torch import allow_in_graph, change_modules_while_traced, mark_constant
+from ...core.group import SHARDED_PARAMS, _FSDPState, caches_parameters, never_traced, state_of_hooked
+from ...core.runtime.backward import begin_backward
+from ...core.runtime.inputs_outputs import cast, map_tensors, prepare_inputs
+from ...errors import MisuseRuntimeError
+from .captured_group import CAPTURED, CapturedGroup, graph_plan_of, hold, is_capturable
+from .captured_shards import GraphInputs, gather_captured, refuse_written
+from .graph_agreement import note_capture
+
+_Views = list[tuple[torch.Tensor, ...]]
+
+
+@mark_constant
+def can_capture(module: nn.Module) -> bool:
+    """Whether graphs can contain a forward of ``module``; if so, prepares the group for them."""
+    state = state_of_hooked(module)
+    root, options = state.root, state.options
+    if (
+        root is None
+        or not root.forward.depth
+        or (state.place.is_outermost and not root.forward.is_region)
+        or options.is_functional
+        or state.mesh.replicas is not None  # whose object averages in Python
+        or not root.scheduler.is_capturable
+        or not is_capturable(state._handles)
+        or caches_parameters(state.swap)
+    ):
+        return False
+    if state.persistent.captured is None:
+        allow_in_graph(gather_captured)
+        allow_in_graph(refuse_written)
+        state.persistent.captured = CapturedGroup(state, functools.partial(_note_gradient, weakref.ref(state)))
+    for one in state.live_modules():
+        one.__dict__[CAPTURED] = state.persistent.captured
+    return True
+
+
+@mark_constant
+def _plan(module: nn.Module, key: str) -> tuple[Any, ...]:
+    """The ``GraphPlan`` for ``module``, as a plain tuple."""
+    return (*graph_plan_of(key, _place(module)),)
+
+
+@mark_constant
+def _note(module: nn.Module, key: str) -> None:
+    note_capture(state_of_hooked(module), key, _place(module))
+
+
+def _place(module: nn.Module) -> int:
+    """The index of a module in its group."""
+    return [id(item) for item in state_of_hooked(module).live_modules()].index(id(module))
+
+
+@never_traced
+def _note_gradient(reference: weakref.ref[_FSDPState], place: torch.Tensor) -> None:
+    """Called when a graph has delivered a gradient. The backward may have passed none of the root's outputs."""
+    state = reference()
+    if state is None or state.root is None:
+        return
+    if state.persistent.captured is None or not state.persistent.captured.knows(place):
+        raise MisuseRuntimeError(
+            f"parameters of the fully_shard group {state.name} were moved (module.to()?) between a forward that "
+            "torch.compile runs in a graph and its backward: run backward before the move, or run forward again after "
+            "it"
+        )
+    if state.root.backward is None:
+        begin_backward(state.root)
+
+
+def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The part of a graph before a forward of ``module``."""
+    group = module.__dict__[CAPTURED]
+    _note(module, group.key)
+    numbers, reshards, input_dtype, _, slots, others, _ = _plan(module, group.key)
+    views = group.held
+    if views is None:
+        views = [_gathered(number, inputs, reshards) for number, inputs in zip(numbers, group.inputs)]
+        if group.placed:
+            views = [_place_views(locals_, placed) for locals_, placed in zip(views, group.placed)]
+        if others:
+            change_modules_while_traced(hold, group, views, others)
+    else:
+        change_modules_while_traced(hold, group, views, tuple([i for i in group.pending if i in others]))
+    change_modules_while_traced(_show, module, slots, views)
+    return prepare_inputs(args, kwargs, input_dtype, None)
+
+
+def leave(module: nn.Module, output: Any) -> Any:
+    """The part of a graph after a forward of ``module``."""
+    group = module.__dict__[CAPTURED]
+    _, _, _, output_dtype, slots, _, gathered = _plan(module, group.key)
+    if group.held is not None and not group.pending:
+        change_modules_while_traced(hold, group, None, ())
+    shown = [(path, name) for path, entries in slots for name, flat, _ in entries if gathered[flat]]
+    names = ", ".join([".".join((*path, name)) for path, name in shown])
+    refuse_written(names, *[_below(module, path).__dict__["_parameters"][name] for path, name in shown])
+    change_modules_while_traced(_hide, module, slots)
+    return None if output_dtype is None else map_tensors(lambda tensor: cast(tensor, output_dtype), output)
+
+
+def _gathered(number: int, inputs: GraphInputs, reshards: bool) -> tuple[torch.Tensor, ...]:
+    leaf, grad_leaf, unused_mask = inputs
+    if reshards and torch.is_grad_enabled():
+        views: tuple[torch.Tensor, ...] = checkpoint(_gather, number, leaf, grad_leaf, unused_mask, use_reentrant=False)
+        return views
+    return gather_captured(number, leaf, grad_leaf, unused_mask)
+
+
+def _gather(
+    number: int, leaf: torch.Tensor, grad_leaf: torch.Tensor | None, unused_mask: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return gather_captured(number, leaf, grad_leaf, unused_mask)
+
+
+def _place_views(views: tuple[torch.Tensor, ...], placed: Any) -> tuple[torch.Tensor, ...]:
+    """Wrap the views of parameters that tensor parallelism has cut in DTensors."""
+    found = []
+    for view, place in zip(views, placed):
+        if place is not None:
+            mesh, placements, shape, stride = place
+            view = DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride)
+        found.append(view)
+    return tuple(found)
+
+
+def _show(module: nn.Module, slots: Any, views: _Views) -> None:
+    for path, entries in slots:
+        target = _below(module, path)
+        shown = dict(target.__dict__["_parameters"])
+        for name, flat, index in entries:
+            shown[name] = views[flat][index]
+        target.__dict__["_parameters"] = shown
+
+
+def _hide(module: nn.Module, slots: Any) -> None:
+    for path, _ in slots:
+        target = _below(module, path)
+        target.__dict__["_parameters"] = target.__dict__[SHARDED_PARAMS]
+
+
+def _below(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    for name in path:
+        module = getattr(module, name)
+    return module

@@ -1,0 +1,289 @@
+"""``offload_model()`` and ``onload_model()``: park a model in host memory while something else needs the device.
+
+Each storage of the model and its optimizer is copied as a whole, and then swaps its pointer with an empty storage that
+refuses access, as freed unsharded memory does. Every tensor, view and dict remains the same object, so optimizers keep
+working. There is one copy per storage: a shard, a flat gradient, a tensor of an optimizer's state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Union
+
+import torch
+import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..._arguments import checked
+from ..._torch import is_wrapper, memory_exchange, refuse_access
+from ...core.comm import forget_for, kept_for, known_for
+from ...core.flat import FlatParamHandle, host_memory, local_of
+from ...core.group import _FSDPState, _get_fsdp_states, is_sleeping, put_to_sleep, refuse_sleeping, sleeping_error, wake
+from ...errors import MisuseError, MisuseRuntimeError, MisuseTypeError
+from ..parameter_classes import inner_tensors
+
+Optimizers = Union[Optimizer, "Iterable[Optimizer]", None]
+
+
+@checked()
+def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool = True) -> None:
+    """Move a sharded model and its optimizer's state to host memory until ``onload_model``.
+
+    Use it while another model or another program needs the device. It moves shards, flat gradients, all other
+    parameters, buffers and gradients below ``module``, and the optimizers' states. It frees gathered parameters and
+    pooled buffers. Gradients are kept; call ``zero_grad()`` first if you do not need them. All tensors remain the same
+    objects, and reading their elements raises until ``onload_model``. State that already lives in host memory
+    (``CPUOffloadPolicy``, ``offload_optimizer_states``) is not moved. The memory of process groups (NCCL) is not
+    affected. ``torch.cuda.empty_cache()`` returns the freed memory to the device.
+
+    Ranks: every rank makes the same call, between iterations; no communication.
+
+    Args:
+        module: root of the tree; no other part of its model may run in the meantime.
+        optimizer: one optimizer or several.
+        pin_memory: use page-locked host memory if the device is an accelerator.
+
+    Raises:
+        TypeError: ``module`` is not a module, or ``optimizer`` is not an optimizer.
+        ValueError: nothing below ``module`` is sharded.
+        RuntimeError: the model is already offloaded; a forward or backward is running (or was interrupted); the call is
+            inside ``summon_full_params()``; or gradients were accumulated without gradient sync.
+    """
+    optimizers = _checked(module, optimizer, "offload")
+    states = _get_fsdp_states(module)
+    if not states:
+        raise MisuseError(f"offload_model(): there is no fully_shard group below this {type(module).__name__}")
+    for state in states:
+        _refuse_unless_idle(state)
+    handles = [handle for state in states for handle in state._handles]
+    for state in states:
+        _free_gathered(state)
+    device = handles[0].mesh.device if handles else torch.device("cpu")
+    moved = [handle for handle in handles if not handle.was_moved()]
+    sleeping = _Sleeping(states, moved, optimizers, sleeping_error(states[0].name))
+    sleeping.go(_storages(module, handles, optimizers, device), device, pin_memory and device.type != "cpu")
+    put_to_sleep(states)
+    kept_for(module, _Sleeping, lambda: sleeping)
+
+
+@checked()
+def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
+    """Move everything that ``offload_model`` moved back to the device, into the same tensors.
+
+    Ranks: every rank makes the same call; no communication.
+
+    Args:
+        module: the module given to ``offload_model``.
+        optimizer: the optimizers given to ``offload_model``. You may leave them out: they are remembered.
+
+    Raises:
+        TypeError: ``module`` is not a module, or ``optimizer`` is not an optimizer.
+        ValueError: an optimizer was not given to ``offload_model``.
+        RuntimeError: the module is not offloaded.
+        torch.OutOfMemoryError: the device has too little memory: free some and call it again.
+    """
+    optimizers = _checked(module, optimizer, "onload")
+    sleeping = known_for(module, _Sleeping)
+    if sleeping is None:
+        raise MisuseRuntimeError(
+            f"onload_model(): offload_model() was not called on this {type(module).__name__}, or onload_model() has "
+            "been called since"
+        )
+    for item in optimizers:
+        if not any(item is known for known in sleeping.optimizers):
+            raise MisuseError(
+                f"onload_model(): this {type(item).__name__} was not given to offload_model(): give both calls the "
+                "same optimizers"
+            )
+    sleeping.end()
+    forget_for(module, _Sleeping)
+
+
+def _checked(module: Any, optimizer: Any, caller: str) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    for item in optimizers:
+        if not isinstance(item, Optimizer):
+            raise MisuseTypeError(f"{caller}(): expected torch.optim.Optimizers, got {type(item).__name__}")
+    return optimizers
+
+
+def _refuse_unless_idle(state: _FSDPState) -> None:
+    if is_sleeping(state):
+        raise MisuseRuntimeError(
+            f"offload_model(): the fully_shard group {state.name} is already offloaded: call onload_model() first"
+        )
+    if state.is_busy:
+        raise MisuseRuntimeError(
+            f"offload_model(): a forward or backward of the fully_shard group {state.name} is running (or was "
+            "interrupted: run a forward first, which recovers from it)"
+        )
+    for handle in state._handles:
+        if handle.summoned is not None:
+            raise MisuseRuntimeError(
+                f"offload_model(): called inside summon_full_params() of the fully_shard group {state.name}"
+            )
+        handle.pending_gradients.follow_zero_grad()
+        if handle.pending_gradients.accumulation is not None:
+            handle.pending_gradients.accumulation.show()
+            raise MisuseRuntimeError(
+                f"offload_model(): {handle.name_of(0)} and its group hold gradients accumulated without gradient sync, "
+                "unsharded on each rank: run the last backward of the accumulation with sync, or call zero_grad()"
+            )
+
+
+def _free_gathered(state: _FSDPState) -> None:
+    """Free gathered parameters, including kept ones; the next forward gathers them again."""
+    root = state.root
+    if root is not None:
+        root.communicator.finish()
+    for handle in state._handles:
+        handle.storage.synchronize()
+        handle.gradient.release_if_dropped()
+        if root is not None:
+            root.communicator.wait(handle)
+        handle.unsharded.drop_part()
+        if handle.unsharded.is_allocated and not handle.unsharded.never_freed and not handle.unsharded.is_meta:
+            handle.unsharded.free()
+
+
+def _storages(
+    module: nn.Module, handles: Sequence[FlatParamHandle], optimizers: Sequence[Optimizer], device: torch.device
+) -> list[torch.UntypedStorage]:
+    """Return the storages that the model and the optimizers have on ``device``, each once."""
+    on_host = {id(param) for handle in handles if handle.storage.is_host for param in _params_of(handle)}
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in _tensors(module, handles, optimizers, on_host):
+        for part in _parts(tensor.detach()):
+            if part.device == device and part.layout == torch.strided:
+                storage = part.untyped_storage()
+                if storage.nbytes():
+                    found.setdefault(StorageWeakRef(storage).cdata, storage)
+    return [*found.values()]
+
+
+def _params_of(handle: FlatParamHandle) -> list[nn.Parameter]:
+    return [*handle.sharded_params, *(segment.parameter for segment in handle.segments)]
+
+
+def _tensors(
+    module: nn.Module, handles: Sequence[FlatParamHandle], optimizers: Sequence[Optimizer], on_host: set[int]
+) -> Iterator[torch.Tensor]:
+    for handle in handles:
+        if not handle.storage.is_host:
+            yield handle.shard
+        flat = handle.gradient.memory.flat
+        if (
+            flat is not None and not handle.storage.has_host_gradients
+        ):  # even if no gradient uses the buffer at the moment
+            yield flat
+    with_host_gradients = {
+        id(param) for handle in handles if handle.storage.has_host_gradients for param in handle.sharded_params
+    }
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in on_host:
+            yield tensor
+            if tensor.grad is not None and id(tensor) not in with_host_gradients:
+                yield tensor.grad
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            if id(param) not in on_host:
+                yield from _tensors_in(state)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors whose memory holds the elements of ``tensor``."""
+    local = local_of(tensor)
+    if is_wrapper(local):
+        for part in inner_tensors(local).values():
+            yield from _parts(part)
+    else:
+        yield local
+
+
+class _Sleeping:
+    """An offloaded model: its storages with their copies in host memory.
+
+    Args:
+        states: the groups.
+        handles: the handles whose sharded parameters were not moved by the user.
+        optimizers: the optimizers, which must not step meanwhile.
+        error: the message for reads of offloaded tensors.
+    """
+
+    def __init__(
+        self, states: list[_FSDPState], handles: list[FlatParamHandle], optimizers: list[Optimizer], error: str
+    ) -> None:
+        # Weak references: states and handles refer to the module, for which this object is kept.
+        self._states, self._handles = [*map(weakref.ref, states)], [*map(weakref.ref, handles)]
+        self.optimizers, self._error = optimizers, error
+        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._device = torch.device("cpu")
+        self._guards: list[RemovableHandle] = []
+
+    def go(self, storages: Sequence[torch.UntypedStorage], device: torch.device, pins: bool) -> None:
+        self._device = device
+        for storage in storages:
+            copied = host_memory(storage.nbytes(), torch.uint8, pins)
+            copied.copy_(_bytes_of(storage, device), non_blocking=True)
+            self._moved.append((storage, copied))
+        # The copies were issued without waiting: memory may be freed only when all are complete.
+        self._synchronize()
+        for storage, _ in self._moved:
+            _empty(storage, device, self._error)
+        self._guards = [item.register_step_pre_hook(self._refuse_step) for item in self.optimizers]
+
+    def end(self) -> None:
+        read = []  # keeps host memory alive until the copies from it are complete
+        # One after the other: if the device has too little memory, a second call continues with the rest.
+        while self._moved:
+            storage, copied = self._moved[-1]
+            fresh = torch.empty(copied.numel(), dtype=torch.uint8, device=self._device)
+            fresh.copy_(copied, non_blocking=True)
+            memory_exchange(storage, fresh.untyped_storage())()
+            read.append(self._moved.pop())
+        self._synchronize()
+        while self._guards:
+            self._guards.pop().remove()
+        for reference in self._handles:
+            handle = reference()
+            if handle is not None:
+                handle.snapshot.follow_addresses()
+        wake(self._live_states())
+
+    def _live_states(self) -> list[_FSDPState]:
+        return [state for reference in self._states if (state := reference()) is not None]
+
+    def _refuse_step(self, *_: Any) -> None:
+        refuse_sleeping(self._live_states())
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device.type).synchronize(self._device)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _empty(storage: torch.UntypedStorage, device: torch.device, error: str) -> None:
+    """Free the memory behind a storage, and refuse access to it if torch can."""
+    other = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+    refuse_access(other, error)
+    memory_exchange(storage, other)()
