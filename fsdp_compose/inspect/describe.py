@@ -219,7 +219,7 @@ def _options(state: _FSDPState, module_names: Mapping[nn.Module, str]) -> dict[s
     reshards: object = options.reshard_after_forward
     if reshards is None:
         is_known = state.root is not None
-        reshards = state.place.reshards_after_forward if is_known else "default (True; False for the root)"
+        reshards = state.position.reshards_after_forward if is_known else "default (True; False for the root)"
     facts = {"reshard_after_forward": str(reshards)}
     if state.mesh.replicas is not None:
         facts["replicas"] = f"averaged over replica groups ({type(state.mesh.replicas).__name__})"

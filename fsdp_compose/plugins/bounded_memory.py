@@ -93,9 +93,9 @@ def _resharded(states: Sequence[_FSDPState]) -> Iterator[FlatParamHandle]:
     return (
         handle
         for state in states
-        if state.place.reshards_after_forward
+        if state.position.reshards_after_forward
         for handle in state._handles
-        if not (handle.unsharded.keep or handle.mesh.has_whole)
+        if not (handle.unsharded.keep or handle.mesh.is_replicated)
     )
 
 
@@ -116,7 +116,7 @@ def _bytes_to_reduce(state: _FSDPState) -> dict[torch.dtype, int]:
     sizes: dict[torch.dtype, int] = {}
     for handle in state._handles:
         pending = handle.pending_gradients
-        if pending.is_trainable and not handle.mesh.has_whole:
+        if pending.is_trainable and not handle.mesh.is_replicated:
             nbytes = handle.layout.flat_numel * pending.dtype.itemsize
             sizes[pending.dtype] = max(nbytes, sizes.get(pending.dtype, 0))
     return sizes
@@ -130,7 +130,7 @@ def bounded(states: Sequence[_FSDPState], scheduler: Scheduler) -> Scheduler:
         NotImplementedError: there are optional groups, whose ranks gather what others need.
     """
     limited = [state for state in states if state.options.limit_unsharded_bytes is not None]
-    inner = [state for state in limited if not state.place.is_outermost]
+    inner = [state for state in limited if not state.position.is_outermost]
     if inner:
         raise MisuseError(
             f"fully_shard(limit_unsharded_bytes=...): {inner[0].name} is not the root, whose forward is outermost, and "
@@ -143,6 +143,6 @@ def bounded(states: Sequence[_FSDPState], scheduler: Scheduler) -> Scheduler:
             "fully_shard(limit_unsharded_bytes=...) does not support models with optional groups: ranks also gather "
             "what other ranks need. Leave out the limit, or optional=True"
         )
-    sizes = [[_bytes_of(item) for item in state._handles if not item.mesh.has_whole] for state in states]
+    sizes = [[_bytes_of(item) for item in state._handles if not item.mesh.is_replicated] for state in states]
     largest = max(map(sum, sizes))
     return BoundedOrder(min(bytes_of_limit(state.options.limit_unsharded_bytes, largest) for state in limited))

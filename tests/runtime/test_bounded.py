@@ -91,7 +91,7 @@ def watched(model: nn.Module) -> list[tuple[str, int]]:
 
     def note(kind: str) -> None:
         root = get_state(model).root
-        states = [state for state in root.live_states() if state.place.reshards_after_forward]
+        states = [state for state in root.live_states() if state.position.reshards_after_forward]
         sizes = [
             handle.layout.flat_numel * handle.unsharded.dtype.itemsize
             for state in states

@@ -177,7 +177,7 @@ class DataParallelMesh:
         device: where shards and unsharded parameters live.
         is_simulated: the process group only pretends (backend ``fake``, or the variable ``FSDP_COMPOSE_SIMULATED=1``):
             there are no ranks to meet, and checks that need other ranks are local.
-        has_whole: every rank holds all elements, and there are several: nothing to gather or scatter, only to average.
+        is_replicated: each of several ranks holds all elements: there is nothing to gather or scatter, only to average.
         transport: how flat tensors move over ``shard_group``.
         replica_transport: how they move over ``replicate_group``, or over the user's replica groups (``replicas``).
         missing_factor: the number of data ranks divided by the number of ranks over which collectives average here.
@@ -195,7 +195,7 @@ class DataParallelMesh:
     peers: dist.ProcessGroup
     device: torch.device
     is_simulated: bool
-    has_whole: bool
+    is_replicated: bool
     transport: Transport
     replica_transport: Transport | None
     missing_factor: int = 1
@@ -520,7 +520,7 @@ def _describe(
         is_simulated=is_simulated,
         transport=_transport(group, device, peers, is_simulated),
         replica_transport=None if replicas is None else _transport(replicas, device, peers, is_simulated),
-        has_whole=replicas is not None and group.size() == 1,
+        is_replicated=replicas is not None and group.size() == 1,
         part_transport=parts,
     )
 

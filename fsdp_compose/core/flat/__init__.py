@@ -30,7 +30,7 @@ from .build import shard_params as shard_params
 from .collectives import LARGE_BYTES as LARGE_BYTES
 from .collectives import Communicator as Communicator
 from .collectives import copy_gradients as copy_gradients
-from .collectives import place as place
+from .collectives import move_to_average as move_to_average
 from .events import End as End
 from .events import Group as Group
 from .events import begin as begin

@@ -53,13 +53,14 @@ def copy_gradients(views: list[torch.Tensor], grads: list[torch.Tensor]) -> None
 #
 # The gradients go straight to the memory of the average, and are averaged there, unless that already holds a gradient,
 # or they are reduced in another dtype. Large gradients go there during backward, each as soon as it arrives
-# (``place``): it is still in the caches, and its memory serves the next one. The rest follow once all have arrived.
+# (``move_to_average``): it is still in the caches, and its memory serves the next one. The rest follow once all have
+# arrived.
 
 
 LARGE_BYTES = 1 << 17  # of a gradient; below this size, a separate call costs more than it saves
 
 
-def place(handle: FlatParamHandle, index: int) -> None:
+def move_to_average(handle: FlatParamHandle, index: int) -> None:
     """Move the gradient that autograd has just left on an unsharded parameter to where it is averaged, if possible. The
     handle is reduced later in this backward."""
     param, pending = handle.unsharded.params[index], handle.pending_gradients
@@ -107,7 +108,7 @@ def _divides_first(handle: FlatParamHandle) -> bool:
     )
 
 
-def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> ReplicaAverage:
+def take_average(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> ReplicaAverage:
     """Return the average, not yet started, of the gradients taken from the unsharded parameters (``None`` for
     ``missing`` ones), of the placed ones, and of what was accumulated before."""
     pending, gradient, options = handle.pending_gradients, handle.gradient, handle.pending_gradients.options
@@ -160,7 +161,7 @@ def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) ->
     accumulation = _accumulation_of(handle)
     if accumulation.flat is None:
         dtype, device = handle.pending_gradients.dtype, handle.storage.compute_device(handle.shard)
-        if handle.mesh.has_whole:  # the all-reduce is in this memory, so it may be wider, as in ``add_scattered``
+        if handle.mesh.is_replicated:  # the all-reduce is in this memory, so it may be wider, as in ``add_scattered``
             dtype = torch.promote_types(dtype, handle.gradient.dtype)
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=device)
@@ -232,7 +233,7 @@ class Communicator:
     def announce(self, handle: FlatParamHandle, what: str) -> None:
         """Called before a collective that the other methods do not issue."""
 
-    def announce_exchange(self, root: object, place: object) -> None:
+    def announce_exchange(self, root: object, moment: object) -> None:
         """Called before a control exchange."""
 
     def announce_recovery(self, root: object) -> None:
@@ -356,11 +357,11 @@ class Communicator:
         grads, missing = pending.take(handle.unsharded.params, add_up)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
-        if contribution is KEPT or (contribution is SCATTERED and handle.mesh.has_whole):
+        if contribution is KEPT or (contribution is SCATTERED and handle.mesh.is_replicated):
             accumulate(handle, grads)
             return False
-        if handle.mesh.has_whole:
-            average = take_whole(handle, grads, missing)
+        if handle.mesh.is_replicated:
+            average = take_average(handle, grads, missing)
             self._start(handle, average)
             self._averages.append((handle, average))
             return average.is_added

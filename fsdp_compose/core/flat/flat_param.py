@@ -157,7 +157,7 @@ class FlatParamHandle(_Referable):
         parts = (self.sharded_params, self.local_shards, self.segments)
         numel, gradient_dtype = layout.shard_numel, kind.gradient_dtype(dtype)
         memory = self.storage.gradient_memory(shard.device, *parts, numel, gradient_dtype)
-        return unsharded, self.storage.gradient(memory, self.hooks, self.mesh.has_whole)
+        return unsharded, self.storage.gradient(memory, self.hooks, self.mesh.is_replicated)
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
         """Name the parameters: ``names`` turns names in the group into names in the root, ``whole_group`` is as in

@@ -58,7 +58,7 @@ class Kind(IntEnum):
 
 
 class Entry(NamedTuple):
-    """A line of the log, or a place in the program. Equal on all ranks that do the same.
+    """A line of the log, or a moment of the program. Equal on all ranks that do the same.
 
     Attributes:
         kind: what was done.
@@ -78,7 +78,7 @@ END_OF_BACKWARD, END_OF_FORWARD, START_OF_BACKWARD = map(
     Entry, (Kind.END_OF_BACKWARD, Kind.END_OF_FORWARD, Kind.START_OF_BACKWARD)
 )
 SERVE, OTHER_MODEL = Entry(Kind.SERVE), Entry(Kind.OTHER_MODEL)
-PLACES = {
+MOMENTS = {
     END_OF_BACKWARD: "the end of backward",
     END_OF_FORWARD: "the end of forward",
     START_OF_BACKWARD: "the start of backward",
@@ -196,9 +196,9 @@ class CollectiveLog:
         # One rank may make notes alone, and its count must still be that of the others.
         return len([entry for entry in self.entries if entry.kind <= Kind.FOLDED])
 
-    def hash(self, root: OrderedRoot, place: Entry) -> int:
-        """A hash of the collectives since the last exchange and of the ``place`` that ``root`` is at."""
-        return order_hash((place, *self.entries), root.number)
+    def hash(self, root: OrderedRoot, moment: Entry) -> int:
+        """A hash of the collectives since the last exchange and of the ``moment`` that ``root`` is at."""
+        return order_hash((moment, *self.entries), root.number)
 
     def close(self) -> None:
         """Forget the entries, after all ranks have compared it or given it up."""
@@ -226,7 +226,7 @@ class CollectiveLog:
         """Note a new group, whose collectives this process group will carry."""
         self._waiting.add(state)
 
-    def place_of(self, root: Group, states: Sequence[Group], model: str) -> str:
+    def position_of(self, root: Group, states: Sequence[Group], model: str) -> str:
         """The position of ``root``, by creation, among equal roots that have run and equal groups that have not.
 
         Ranks that start with different ones of several equal models (``model`` is a digest) have different places."""
@@ -250,11 +250,11 @@ class CollectiveLog:
         self.num_roots += 1
         return self.num_roots
 
-    def entries_as_text(self, root: OrderedRoot, place: Entry) -> list[str]:
-        """The entries since the last exchange and the ``place`` of ``root``, a line each: entry, meaning, model."""
+    def entries_as_text(self, root: OrderedRoot, moment: Entry) -> list[str]:
+        """The entries since the last exchange and the ``moment`` of ``root``, a line each: entry, meaning, model."""
         # Only the entries tell ranks apart: a model may be gone, and have no name, on some ranks only.
-        now = f"{PLACES[place]}\t{root.label}" if place in PLACES else self._as_text(place)
-        return [*(f"{item}\t{self._as_text(item)}" for item in self.entries), f"{place} {root.number}\t{now}"]
+        now = f"{MOMENTS[moment]}\t{root.label}" if moment in MOMENTS else self._as_text(moment)
+        return [*(f"{item}\t{self._as_text(item)}" for item in self.entries), f"{moment} {root.number}\t{now}"]
 
     def last_as_text(self) -> str:
         """The last collective, if it was issued since the last exchange; may be called in another thread."""
@@ -263,7 +263,7 @@ class CollectiveLog:
 
     def name_of(self, entry: Entry) -> str:
         """The meaning of an entry, as text."""
-        return PLACES[entry] if entry in PLACES else self._as_text(entry).partition("\t")[0]
+        return MOMENTS[entry] if entry in MOMENTS else self._as_text(entry).partition("\t")[0]
 
     def roots(self) -> list[OrderedRoot]:
         """The roots that have run and are still alive."""
@@ -285,7 +285,7 @@ class CollectiveLog:
             return f"{FLAGS_CHANGED} in {group} (now frozen: {now})\t{label}"
         if entry.kind == Kind.END_OF_GROUP:
             return f"the end of the forward of {name}"
-        is_whole = state is not None and any([item.mesh.has_whole for item in state._handles])
+        is_whole = state is not None and any([item.mesh.is_replicated for item in state._handles])
         if entry.kind == Kind.REDUCE_SCATTER and is_whole:
             return f"the all-reduce of {name}"
         return f"the {_COLLECTIVES[entry.kind]} of {name}"
@@ -330,10 +330,10 @@ def _shape_of(state: Group) -> list[tuple[list[str], int]]:
     return [([*handle.fqns], handle.layout.flat_numel) for handle in state._handles]
 
 
-def judge_places(places: Sequence[str]) -> str:
-    """Compare the ``place_of`` of all ranks, to see whether they start with the same one of several equal models.
+def judge_positions(of_ranks: Sequence[str]) -> str:
+    """Compare the ``position_of`` of all ranks, to see whether they start with the same one of several equal models.
     Returns an error text, or an empty one."""
-    earlier, positions, counts = zip(*(place.split() for place in places), strict=True)
+    earlier, positions, counts = zip(*(line.split() for line in of_ranks), strict=True)
     # If ranks have different numbers of waiting groups (some have made or dropped models alone), positions among these
     # mean nothing.
     for found, is_telling in ((earlier, True), (positions, len(set(counts)) == 1)):

@@ -56,7 +56,7 @@ class _FSDPState(ComposableState):
         ignored: parameters below the modules that are left as they are.
         swap: decides which parameters the modules show.
         root: the data shared by all groups below one root; ``None`` before the first forward.
-        place: the group's position below that root.
+        position: the group's position below that root.
         detector: change detector of the whole root; only on the root's own state.
         log: the group's entries in the order of collectives.
         serial: increases from group to group in the order in which this process makes them; copies keep it.
@@ -76,7 +76,7 @@ class _FSDPState(ComposableState):
         "modules",
         "options",
         "persistent",
-        "place",
+        "position",
         "progress",
         "root",
         "serial",
@@ -92,7 +92,7 @@ class _FSDPState(ComposableState):
         self.swap: ParameterSwap = cast(ParameterSwap, None)
         self.ignored: weakref.WeakSet[nn.Parameter] = weakref.WeakSet()
         self.root: Root | None = None
-        self.place = NOWHERE
+        self.position = NOWHERE
         self.detector: ParameterDetector | None = None
         self.log = UNNUMBERED
         self.serial = next(_serials)
@@ -120,7 +120,7 @@ class _FSDPState(ComposableState):
     def set_options(self, **changes: Any) -> None:
         """Replace some of the options (see ``GroupOptions``)."""
         self.options = replace(self.options, **changes)
-        self.set_position(self.fqn, self.place.index, self.place.is_outermost)
+        self.set_position(self.fqn, self.position.index, self.position.is_outermost)
         self.apply_options()
 
     def apply_options(self) -> None:
@@ -139,7 +139,7 @@ class _FSDPState(ComposableState):
         """Set the group's name and index below its root."""
         self.fqn, options = fqn, self.options
         reshards, stays = options.reshards(is_outermost), options.keeps_after_backward()
-        self.place = TreePosition(index, is_outermost, reshards, options.reshards_partially(), stays)
+        self.position = TreePosition(index, is_outermost, reshards, options.reshards_partially(), stays)
 
     def attach_root(self, root: Root, keeps_awaiting: bool) -> None:
         """Run under ``root`` from now on. ``keeps_awaiting``: backwards of earlier forwards are still to come."""
@@ -158,7 +158,7 @@ class _FSDPState(ComposableState):
     @property
     def is_root(self) -> bool:
         """Whether this state's module is the one whose forward begins the iteration."""
-        return self.root is not None and self.place.is_outermost
+        return self.root is not None and self.position.is_outermost
 
     @property
     def is_functional(self) -> bool:
@@ -216,7 +216,7 @@ class _FSDPState(ComposableState):
     def refuse_unseen_backward(self) -> None:
         """Raise if backward has entered the group before any of the group's hooks ran, and may have computed with
         memory that was freed, or that an all-gather was still filling."""
-        if self.persistent.is_unhooked or not self.place.reshards_after_forward:
+        if self.persistent.is_unhooked or not self.position.reshards_after_forward:
             return
         for handle in self._handles:
             # Guarded memory refuses such access, so the gradients that are there needed no parameters (that of a bias).

@@ -34,15 +34,15 @@ from ..group import (
 # ---- The error that all ranks raise together when they have issued different collectives
 
 
-def raise_different_order(root: Root, place: Entry) -> None:
+def raise_different_order(root: Root, moment: Entry) -> None:
     """Raise, on every rank, an error that names the first difference. Ranks: all, which know that they differ.
 
     Args:
-        place: where this rank is.
+        moment: where this rank is.
     """
     group = root.mesh.peers
     lasts = last_of_every_rank(group)
-    lines = root.order.entries_as_text(root, place)
+    lines = root.order.entries_as_text(root, moment)
     sent = [name for state in root.live_states() for name in state.mesh.transport_names().values()]
 
     def explain(rank: int, ours: str, theirs: str) -> str:
@@ -123,22 +123,22 @@ def is_whole(root: Root) -> bool:
     # Then ranks may run unequal numbers of forwards, and of backwards that reduce nothing. An exchange at the end of
     # these would wait for ranks that run fewer; what it would compare is compared at the next one.
     return all(
-        handle.mesh.has_whole and handle.tensor_parallel is None
+        handle.mesh.is_replicated and handle.tensor_parallel is None
         for state in root.live_states()
         for handle in state._handles
     )
 
 
-def begin_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
-    """Send what this rank has done, and the ``place`` that it is at. Ranks: all."""
+def begin_exchange(root: Root, exchange: ControlExchange, moment: Entry) -> None:
+    """Send what this rank has done, and the ``moment`` that it is at. Ranks: all."""
     # While a rank waits in the exchange it cannot serve one that requests an optional group of another model.
     if root.order.serve is not None:
         root.order.serve(root, OTHER_MODEL)
-    root.communicator.announce_exchange(root, place)
-    exchange.start(root.order.hash(root, place), steps_to_compare(root))
+    root.communicator.announce_exchange(root, moment)
+    exchange.start(root.order.hash(root, moment), steps_to_compare(root))
 
 
-def end_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
+def end_exchange(root: Root, exchange: ControlExchange, moment: Entry) -> None:
     """Wait for the other ranks.
 
     Raises:
@@ -151,7 +151,7 @@ def end_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
         root.order.close()  # as on the other ranks
         raise
     if not is_same:
-        raise_different_order(root, place)
+        raise_different_order(root, moment)
     if not exchange.steps_agree:
         raise_different_steps(root)
     root.order.close()

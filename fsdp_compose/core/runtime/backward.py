@@ -56,7 +56,7 @@ def begin_backward(root: Root) -> Backward:
         follow_requires_grad_writes_before_backward(root)
     # Activation checkpointing may run modules of these groups again before backward has passed the groups' outputs.
     for state in root.live_states():
-        if state.persistent.is_unhooked or not state.place.reshards_after_forward:
+        if state.persistent.is_unhooked or not state.position.reshards_after_forward:
             _show_throughout(backward, state)
     root.scheduler.begin_backward(root)
     compare_with_replicas(root)
@@ -250,13 +250,13 @@ def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
 def _has_run_in_forward(root: Root, state: _FSDPState) -> bool:
     """Whether a forward of the root is running in which the group's own forward has ended."""
     forward = root.forward
-    return bool(forward.depth and state.place.index in forward.record.begun and not state.progress.running_forwards)
+    return bool(forward.depth and state.position.index in forward.record.begun and not state.progress.running_forwards)
 
 
 def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
     """Like the state's method, but a backward inside the root's forward may reach groups whose forward is running."""
     if not state.progress.running_forwards and not (
-        root.forward.depth and state.place.index in root.forward.record.begun
+        root.forward.depth and state.position.index in root.forward.record.begun
     ):
         state.refuse_unseen_backward()
 
@@ -268,7 +268,7 @@ def publish_from_inside(root: Root) -> None:
     begun = {*root.forward.record.begun}
     for state in states:
         if any(handle.unsharded.has_grad() for handle in state._handles):
-            if state.place.index not in begun:
+            if state.position.index not in begun:
                 state.refuse_unseen_backward()
             # Its forward was still running, so its outputs had no hooks, and nothing noticed the backward.
             _notice_backwards(state)
@@ -308,7 +308,7 @@ def _exchange(root: Root, states: list[_FSDPState], detector: ParameterDetector 
         exchange.late[:] = bytes(len(exchange.late))
         if may_be_late:
             for state in states:
-                exchange.late[state.place.index] = _lateness(state)
+                exchange.late[state.position.index] = _lateness(state)
         # Ranks may run unequal numbers of backwards that only accumulate, so none may wait at the end of one.
         if not accumulates:
             begin_exchange(root, exchange, END_OF_BACKWARD)
@@ -323,8 +323,8 @@ def _exchange(root: Root, states: list[_FSDPState], detector: ParameterDetector 
                 detector.backward_has_ended()
             return
         for state in states:
-            if exchange.late[state.place.index]:
-                reduce(root, state, exchange.late[state.place.index] == _LATE_THOUGH_FROZEN)
+            if exchange.late[state.position.index]:
+                reduce(root, state, exchange.late[state.position.index] == _LATE_THOUGH_FROZEN)
 
 
 _LATE, _LATE_THOUGH_FROZEN = 1, 2  # the exchange takes the maximum over the ranks

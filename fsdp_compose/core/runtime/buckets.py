@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
-from ..flat import LARGE_BYTES, FlatParamHandle, place
+from ..flat import LARGE_BYTES, FlatParamHandle, move_to_average
 from ..group import Root, _FSDPState, never_traced
 from .group_ops import reduce_early
 
@@ -70,7 +70,7 @@ class _Bucket:
         if not (is_running and options.requires_gradient_sync and options.requires_all_reduce):
             return
         if params[index].numel() * params[index].element_size() >= LARGE_BYTES:
-            place(handle, index)
+            move_to_average(handle, index)
         if self._last not in (None, index):
             return
         if _is_complete(handle):

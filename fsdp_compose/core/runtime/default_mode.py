@@ -108,7 +108,7 @@ class DefaultUse:
         state, self._has_ended = self._state, True
         root = state.root
         if root is not None and not is_recomputed:
-            root.forward.latest[state.place.index] = self
+            root.forward.latest[state.position.index] = self
         # The fast path: the output is one tensor, and nothing else leaves the forward.
         is_alone = isinstance(output, _Tensor) and state.swap.kept.is_unchanged and self.containers is None
         if not (is_alone and output.requires_grad and self.hook_output(output)):
@@ -123,7 +123,7 @@ class DefaultUse:
             return True
         hooked, progress = self._record.hooked, state.progress
         self._position = len(hooked)
-        hooked.append(state.place.index)
+        hooked.append(state.position.index)
         progress.awaiting_backward.append(self._record.number)
         self._is_outstanding = True
         return True
@@ -236,7 +236,7 @@ class DefaultUse:
         for earlier in awaiting:
             if earlier <= number:
                 if not state.options.keeps_after_backward():
-                    (reshard_until_backward if state.place.reshards_partially else reshard)(root, state)
+                    (reshard_until_backward if state.position.reshards_partially else reshard)(root, state)
                 return
         root.scheduler.ready_to_reduce(root, state)
 

@@ -32,7 +32,7 @@ KEPT, SCATTERED, REDUCED = Contribution
 def note_all_gather(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
     """Record the all-gather of a flat parameter, which the caller issues next."""
     # One that is whole on every rank is not gathered, and ranks may use it unequally often.
-    if not handle.mesh.has_whole:
+    if not handle.mesh.is_replicated:
         root.order.record(root, state.log.all_gather)
 
 
@@ -115,7 +115,7 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
     assert backward is not None
     if backward.shown and state.swap in backward.shown:
         hide_shown(root, state.swap)
-    is_kept = state.place.stays_after_backward or bool(state.progress.running_forwards)
+    is_kept = state.position.stays_after_backward or bool(state.progress.running_forwards)
     is_synced = options.requires_gradient_sync
     averages = options.requires_all_reduce or state.mesh.replica_transport is None
     handles = state._handles
@@ -170,9 +170,9 @@ def stays_unsharded(root: Root, state: _FSDPState) -> bool:
     """Whether the running forward needs the group unsharded; asked when a backward inside it ends."""
     forward, progress = root.forward, state.progress
     begun, previous = forward.record.begun, forward.previous.begun
-    is_next = len(previous) > len(begun) and previous[len(begun)] == state.place.index  # forward prefetch
+    is_next = len(previous) > len(begun) and previous[len(begun)] == state.position.index  # forward prefetch
     return bool(
-        is_next or progress.running_forwards or progress.pending_modules or not state.place.reshards_after_forward
+        is_next or progress.running_forwards or progress.pending_modules or not state.position.reshards_after_forward
     )
 
 
@@ -229,7 +229,7 @@ Start = Callable[[Root, _FSDPState], None]
 
 def prefetch_forward(root: Root, state: _FSDPState, start: Start = unshard) -> None:
     """Start the all-gather of the group that came next in the last iteration, if the order has been the same so far."""
-    forward, index = root.forward, state.place.index
+    forward, index = root.forward, state.position.index
     begun, previous = forward.record.begun, forward.previous.begun
     i = len(begun)
     begun.append(index)

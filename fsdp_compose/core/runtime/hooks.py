@@ -93,7 +93,7 @@ def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
         # These were not resharded at their end: until another recomputation begins, their backward may come next.
         for other in root.recomputed:
             if other is not state and not other.backward.active_uses and not other.options.keeps_after_backward():
-                (reshard_until_backward if other.place.reshards_partially else reshard)(root, other)
+                (reshard_until_backward if other.position.reshards_partially else reshard)(root, other)
         root.recomputed.clear()
     return root
 
@@ -126,7 +126,7 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
         with own_values([item for item, _ in states_to_run(module)]):
             root = initialize(state, module)
         _begin_forward(root, state, is_in_functional_call())
-    elif root.forward.depth == 0 or (state.place.is_outermost and not is_running(root.forward.caller)):
+    elif root.forward.depth == 0 or (state.position.is_outermost and not is_running(root.forward.caller)):
         if root.is_dead:
             from .recovery import recover
 
@@ -198,7 +198,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
         if state.persistent.captured is not None:
             state.persistent.captured.follow()
             captured.append(state)
-    root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
+    root.begin_forward(outermost.position.index, _caller(), is_given, current_graph_task_id(), backwards.count)
     if captured:
         from ...plugins.graphs import VersionsBefore
 
@@ -229,7 +229,7 @@ def check_after_forward(root: Root) -> None:
         root.forward.record.captured.check_forward()
     if detector is not None and torch.is_grad_enabled():
         for state, tensors in detector.newly_kept():
-            latest = root.forward.latest.get(state.place.index)
+            latest = root.forward.latest.get(state.position.index)
             if latest is not None:
                 for tensor in tensors:
                     latest.hook_output(tensor)
@@ -251,7 +251,7 @@ def end_forward(root: Root, is_hooked: bool) -> None:
                 continue
             # If no backward follows, nothing stays, even with reshard_after_forward=False: an edit before the next
             # forward may leave no trace.
-            is_needed = is_hooked and not (pending_modules and state.place.reshards_after_forward)
+            is_needed = is_hooked and not (pending_modules and state.position.reshards_after_forward)
             stays = is_needed or state.options.keeps_unsharded or state.options.is_held
             if not (unsharded.left_by_forward and stays):
                 root.communicator.reshard(handle)
@@ -352,7 +352,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
         mode = FunctionalMode(state, is_given)
     root = state.root
-    if is_recomputed or root is None or not root.forward.depth or state.place.is_outermost:
+    if is_recomputed or root is None or not root.forward.depth or state.position.is_outermost:
         root = _find_root(state, module, is_recomputed)
         if root.num_forwards == 1 and not is_recomputed:
             warn_of_inputs(root, args, kwargs)
@@ -399,7 +399,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
         root = state.root
         # Not what was refused before the forward was counted, mostly on all ranks: nothing is interrupted then. Ranks
         # that may skip groups have a round of their own for that, which has not begun.
-        if state.place.is_outermost and root is not None and root.forward.depth and not root.scheduler.skips:
+        if state.position.is_outermost and root is not None and root.forward.depth and not root.scheduler.skips:
             root.scheduler.announce_failure(root)
         return None
     entered_with, use, is_recomputed = progress.running_forwards.pop()
@@ -489,13 +489,13 @@ def _leave(root: Root, state: _FSDPState, module: nn.Module, is_hooked: bool) ->
     if progress.pending_modules:
         progress.pending_modules.discard(id(module))
     if not progress.running_forwards:
-        place = state.place  # does not reshard if the group is held
-        stays = progress.pending_modules or not place.reshards_after_forward
+        position = state.position  # does not reshard if the group is held
+        stays = progress.pending_modules or not position.reshards_after_forward
         if stays or (state.options.keeps_unsharded and not _is_grad_enabled()):
             for handle in state._handles:
                 unsharded = handle.unsharded
                 unsharded.be_left(unsharded.is_allocated and not unsharded.never_freed)
-        elif is_hooked and place.reshards_partially:
+        elif is_hooked and position.reshards_partially:
             reshard_until_backward(root, state)
         else:
             reshard(root, state)

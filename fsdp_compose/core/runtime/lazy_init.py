@@ -53,7 +53,7 @@ from ..group import (
     find_untied,
     group_modules,
     is_running,
-    judge_places,
+    judge_positions,
     left_empty_error,
     modules_to_run,
     prepare_swap,
@@ -734,7 +734,7 @@ def _meet_first_forward(
     lines = [json.dumps(left_empty)]
     for item in states:
         facts = [fact for handle in item._handles for fact in describe(handle)]
-        options = {**item.options.facts(item.place.is_outermost), **item.mesh.facts()}
+        options = {**item.options.facts(item.position.is_outermost), **item.mesh.facts()}
         transports = [handle.transport_names() for handle in item._handles]
         lines += [json.dumps({"group": item.name, **fact}) for fact in (*facts, options, *transports)]
     lines += [
@@ -770,8 +770,8 @@ def _meet_first_forward(
         from ...plugins.debugging import announce_first_forward
 
         announce_first_forward(mesh)
-    position = order.place_of(state, states, digest)
-    verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=position)
+    position = order.position_of(state, states, digest)
+    verdict = meet(mesh.peers, "first forward", digest, judge_positions, details, explain, aside=position)
     if verdict:
         raise RanksDifferError(verdict)
     if left_empty:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ...core.comm import RECOVERY_TIMEOUT, DataParallelMesh, Transport, is_on, last_of_every_rank, meet, note
 from ...core.flat import Communicator, Contribution, FlatParamHandle, Reduction
 from ...core.group import Entry, Root, state_of
-from ...core.group.collective_order import PLACES
+from ...core.group.collective_order import MOMENTS
 from ...core.group.optimizer_steps import STEPS_DIFFER, num_steps, restart_counts
 from ...core.group.start_values import name_ranks
 from ...errors import RanksDifferError
@@ -50,7 +50,7 @@ class LockstepCommunicator(Communicator):
     __slots__ = ()
 
     def unshard(self, handle: FlatParamHandle) -> None:
-        if not handle.mesh.has_whole:
+        if not handle.mesh.is_replicated:
             self.announce(handle, "all-gather")
         super().unshard(handle)
 
@@ -59,7 +59,7 @@ class LockstepCommunicator(Communicator):
         super().unshard_parts(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
-        if not handle.unsharded.never_freed and not handle.mesh.has_whole:
+        if not handle.unsharded.never_freed and not handle.mesh.is_replicated:
             self.announce(handle, "all-gather")
         super().refresh(handle)
 
@@ -68,7 +68,7 @@ class LockstepCommunicator(Communicator):
             self._agree_on_sums(handle)
         else:
             averages = contribution is Contribution.REDUCED
-            if handle.mesh.has_whole:
+            if handle.mesh.is_replicated:
                 what = "all-reduce" if averages else "accumulation"
             else:
                 what = "reduce-scatter" if averages else "reduce-scatter without all-reduce"
@@ -116,11 +116,11 @@ class LockstepCommunicator(Communicator):
                 root.forward.has_failed = True
             raise
 
-    def announce_exchange(self, root: object, place: object) -> None:
-        assert isinstance(root, Root) and isinstance(place, Entry)
+    def announce_exchange(self, root: object, moment: object) -> None:
+        assert isinstance(root, Root) and isinstance(moment, Entry)
         mesh = root.mesh
         if mesh.has_peers:
-            what = PLACES.get(place, "a reduction in functional mode")
+            what = MOMENTS.get(moment, "a reduction in functional mode")
             try:
                 _agree(mesh.peers, f"{what} of {root.label}", root)
             except RuntimeError:

@@ -94,7 +94,13 @@ class CapturedGroup:
             return
         handles = state._handles
         flags = [handle.unsharded.flags for handle in handles]
-        present = (state.options, state.place, [handle.mesh for handle in handles], [*map(_identity, handles)], flags)
+        present = (
+            state.options,
+            state.position,
+            [handle.mesh for handle in handles],
+            [*map(_identity, handles)],
+            flags,
+        )
         if present == self._followed:
             return
         self._followed = present
@@ -129,7 +135,7 @@ class CapturedGroup:
         plans = tuple(
             GraphPlan(
                 tuple(map(plan_id, flats)),
-                state.place.reshards_after_forward,
+                state.position.reshards_after_forward,
                 policy.param_dtype if policy.cast_forward_inputs else None,
                 policy.output_dtype,
                 slots,

@@ -450,7 +450,7 @@ def captured_flat(handle: FlatParamHandle, is_synced: bool, averages: bool, opti
     arrives = GradientForm.REDUCED
     if not any(handle.unsharded.flags):
         arrives = GradientForm.NOTHING
-    elif not is_synced or (mesh.has_whole and not averages):
+    elif not is_synced or (mesh.is_replicated and not averages):
         arrives = GradientForm.WHOLE
     elif not averages and mesh.replica_transport is not None:
         arrives = GradientForm.SCATTERED

@@ -39,7 +39,7 @@ def can_capture(module: nn.Module) -> bool:
     if (
         root is None
         or not root.forward.depth
-        or (state.place.is_outermost and not root.forward.is_region)
+        or (state.position.is_outermost and not root.forward.is_region)
         or options.is_functional
         or state.mesh.replicas is not None  # whose object averages in Python
         or not root.scheduler.is_capturable

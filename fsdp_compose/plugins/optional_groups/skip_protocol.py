@@ -127,7 +127,7 @@ class SkipProtocol:
         for state in states:
             is_new = False
             self._drop_served(root)  # so a rank holds one group at a time that it does not need itself
-            self.old.discard(state.place.index)
+            self.old.discard(state.position.index)
             for handle in state._handles:
                 if handle.unsharded.never_freed:
                     continue
@@ -140,12 +140,12 @@ class SkipProtocol:
                     is_new = True
                     root.communicator.unshard(handle)
             if is_new and state not in kept:
-                self.served.append(state.place.index)
+                self.served.append(state.position.index)
 
     def _keep(self, state: _FSDPState) -> None:
         """Note that this rank itself needs a group, even if it was gathered for another rank."""
-        if state.place.index in self.served:
-            self.served.remove(state.place.index)
+        if state.position.index in self.served:
+            self.served.remove(state.position.index)
 
     def _drop_served(self, root: Root) -> None:
         for index in self.served:
@@ -176,7 +176,7 @@ class SkipProtocol:
             [state in wanted for state in states],
             [state in needed and self._is_missing(state) for state in states],
             [self._is_pending(state) for state in states],
-            [state.place.index in self.ready for state in states],
+            [state.position.index in self.ready for state in states],
         )
         if place == OTHER_MODEL:
             is_live = any([self._may_request(state) for state in states])
@@ -207,7 +207,7 @@ class SkipProtocol:
             raise_different_order(root, wanted[0].log.all_gather if place is None else place)
         is_last = not any(self.marks.requested)
         marked = self.marks.missing if is_last else self.marks.requested
-        self.gather(root, [item for item in states if marked[item.place.index]], states if is_last else wanted)
+        self.gather(root, [item for item in states if marked[item.position.index]], states if is_last else wanted)
         if root.backward is not None and self.is_on:
             self._reduce_ready(root, states, is_end=is_last and place == END_OF_BACKWARD)
         return not is_last
@@ -254,7 +254,7 @@ class SkipProtocol:
 
     def _reduce_ready(self, root: Root, states: Sequence[_FSDPState], is_end: bool) -> None:
         for state in reversed(states):
-            index = state.place.index
+            index = state.position.index
             is_wanted = self.marks.pending[index] or self.marks.requested[index]
             if self.marks.ready[index] and (is_end or not is_wanted):
                 self.ready.discard(index)
@@ -264,7 +264,7 @@ class SkipProtocol:
     # ---- What this rank says about each group
 
     def _is_missing(self, state: _FSDPState) -> bool:
-        is_old = state.place.index in self.old
+        is_old = state.position.index in self.old
         return is_old or any([not item.unsharded.is_allocated or is_stale(item) for item in state._handles])
 
     def _is_pending(self, state: _FSDPState) -> bool:

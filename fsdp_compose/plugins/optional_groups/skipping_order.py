@@ -111,7 +111,7 @@ class SkippingOrder(FixedOrder):
                 if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
                     # A backward may reach this one unnoticed, so it keeps its memory, and is gathered again before use.
                     if state.persistent.is_unhooked:
-                        self.protocol.old.add(state.place.index)
+                        self.protocol.old.add(state.position.index)
                     else:
                         handle.unsharded.keep_allocated(False)
                         root.communicator.reshard(handle)
@@ -139,7 +139,7 @@ class SkippingOrder(FixedOrder):
             self.protocol.sync_point(root, state.log.all_gather, needed)
         else:  # an outermost forward begins: no rank has any
             self.protocol.gather(root, [item for item in root.live_states() if item in needed], needed)
-        self.running.append(state.place.index)
+        self.running.append(state.position.index)
         unshard_for_use(root, state)
         for following in ahead:
             unshard(root, following)
@@ -154,7 +154,7 @@ class SkippingOrder(FixedOrder):
         self.protocol.request_unshard(root, state)
 
     def after_forward(self, root: Root, state: _FSDPState, use: GroupUse | None) -> bool:
-        if self.running and self.running[-1] == state.place.index:
+        if self.running and self.running[-1] == state.position.index:
             self.running.pop()
         # Optional groups are not looked at: all ranks must check for untracked writes together.
         return not self._is_optional(state) and super().after_forward(root, state, use)
@@ -163,18 +163,18 @@ class SkippingOrder(FixedOrder):
         """Pass the sync point at the end of a forward, if the group is an enclosing or the outermost one."""
         if root.forward.depth == 0:
             self.protocol.sync_point(root, END_OF_FORWARD)
-        elif state.place.index in self.enclosing_groups.values():
+        elif state.position.index in self.enclosing_groups.values():
             self.protocol.sync_point(root, state.log.end_of_forward)
 
     def announce_failure(self, root: Root) -> None:
         self.protocol.announce_failure(root)
 
     def _is_optional(self, state: _FSDPState) -> bool:
-        return state.place.index in self.enclosing_groups
+        return state.position.index in self.enclosing_groups
 
     def _check_place(self, root: Root, state: _FSDPState) -> None:
         """Raise if an optional group begins its forward at a place where other ranks may not be ready to gather it."""
-        enclosing = self.enclosing_groups.get(state.place.index)
+        enclosing = self.enclosing_groups.get(state.position.index)
         if enclosing is None or (self.running and self.running[-1] == enclosing):
             return
         states = root.states
@@ -247,9 +247,9 @@ class SkippingOrder(FixedOrder):
         assert backward is not None
         if state.swap in backward.shown:
             hide_shown(root, state.swap)
-        if not state.place.stays_after_backward:
+        if not state.position.stays_after_backward:
             reshard(root, state)
-        self.protocol.ready.add(state.place.index)
+        self.protocol.ready.add(state.position.index)
 
     def end_backward(self, root: Root) -> None:
         """Serve other ranks until all are here, and reduce all groups that are ready. No rounds follow."""
@@ -403,13 +403,13 @@ def scheduler_of(states: Sequence[_FSDPState], carrier: Carrier | None) -> Sched
     enclosing_groups: dict[int, int] = {}
     for state in optional:
         own = {*state.live_modules()}
-        found = [(len(modules), other.place.index) for other, modules in around if own <= modules]
+        found = [(len(modules), other.position.index) for other, modules in around if own <= modules]
         if not found:
             raise ValueError(
                 f"the modules of the optional fully_shard group {state.name} are not all inside the module of "
                 "one group that is not optional: make each of them a group of its own"
             )
-        enclosing_groups[state.place.index] = min(found)[1]
+        enclosing_groups[state.position.index] = min(found)[1]
     return SkippingOrder(enclosing_groups, len(states), carrier)
 
 
