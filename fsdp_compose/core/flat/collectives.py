@@ -22,7 +22,7 @@ from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas
 
-KEPT, SCATTERED, REDUCED = Contribution
+KEPT, _, REDUCED = Contribution
 
 
 # ---- The input of a reduction: pooled memory, and the gradients that are copied there
@@ -357,7 +357,7 @@ class Communicator:
         grads, missing = pending.take(handle.unsharded.params, add_up)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
-        if contribution is KEPT or (contribution is SCATTERED and handle.mesh.is_replicated):
+        if contribution is not REDUCED and (contribution is KEPT or handle.mesh.is_replicated):
             accumulate(handle, grads)
             return False
         if handle.mesh.is_replicated:
@@ -367,7 +367,13 @@ class Communicator:
             return average.is_added
         if contribution is REDUCED:
             pending.awaits_publication = True
-        buffer, reduction = self._memory_of_reduction(handle)
+        reduction = pending.reduction
+        if reduction is None or reduction.buffer is None or reduction.buffer.pool is not self._pool:
+            reduction = self._new_reduction(handle)
+        buffer = reduction.buffer
+        assert buffer is not None
+        if buffer in self._in_flight:
+            self._finish(buffer)
         accumulation, earlier = pending.accumulation, None
         if accumulation is not None:
             pending.accumulation = None
@@ -395,17 +401,11 @@ class Communicator:
             self._go_on(handle, reduction)
         return is_added
 
-    def _memory_of_reduction(self, handle: FlatParamHandle) -> tuple[ReduceBuffer, Reduction]:
-        """A buffer in which nothing is in flight, and the handle's reduction in it."""
-        reduction = handle.pending_gradients.reduction
-        buffer = None if reduction is None else reduction.buffer
-        if reduction is None or buffer is None or buffer.pool is not self._pool:
-            buffer = self._buffer_for(handle)
-            reduction = handle.reduction_of(buffer.view(handle.layout.flat_numel), buffer)
-            handle.pending_gradients.reduction = reduction
-        if buffer in self._in_flight:
-            self._finish(buffer)
-        return buffer, reduction
+    def _new_reduction(self, handle: FlatParamHandle) -> Reduction:
+        buffer = self._buffer_for(handle)
+        reduction = handle.reduction_of(buffer.view(handle.layout.flat_numel), buffer)
+        handle.pending_gradients.reduction = reduction
+        return reduction
 
     @in_range(attrgetter("span"))
     def _start(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage) -> None:
