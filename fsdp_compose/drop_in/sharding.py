@@ -203,6 +203,9 @@ def fully_shard(
             _own(members, ignored_params=ignored, **arguments)
         _leave_partial(members)
         add_methods(members)
+        state = get_state(members[0])
+        if layout.is_fsdp2 and state is not None:
+            state.set_options(shows_gathered=True)
     _forget_meshes(params)
     return module
 

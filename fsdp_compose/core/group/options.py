@@ -71,6 +71,7 @@ class GroupOptions(OptionsForGood):
     keeps_unsharded: bool = False
     keeps_storage: bool = False
     is_held: bool = False
+    shows_gathered: bool = False
     reduction: ReductionOptions = AVERAGE
     forward_prefetch: Modules | None = None
     backward_prefetch: Modules | None = None
