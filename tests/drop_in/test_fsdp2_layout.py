@@ -643,6 +643,13 @@ def test_what_is_done_to_gathered_parameters_between_forwards_is_refused_or_done
         for param, value in zip(ours.parameters(), before, strict=True):
             assert not isinstance(param, DTensor)
             torch.testing.assert_close(param.detach(), value)
+    work = ours.b.unshard(async_op=True)
+    ours.b.reshard()
+    work.wait()
+    assert isinstance(ours.b.weight, DTensor)
+    with functional_mode(ours):
+        ours(x)
+    assert isinstance(ours.a.weight, DTensor)
     ours(x)
     flat = fsdp_compose.flat_parameters(ours)
     assert sum(item.numel() for item in flat) >= sum(item.numel() for item in before if item.requires_grad)

@@ -104,7 +104,9 @@ def _notice_backwards(state: _FSDPState) -> None:
 
 def leave_shown(state: _FSDPState) -> None:
     """Let the modules of a gathered group show its parameters until it is resharded, if the group does that."""
-    if state.options.shows_gathered and state.root is not None and state.root.backward is None:
+    if not state.options.shows_gathered or state.root is None or state.root.backward is not None:
+        return
+    if all([handle.unsharded.is_allocated for handle in state._handles]):  # not after a forward in functional mode
         state.swap.leave_shown()
         _notice_backwards(state)
 
