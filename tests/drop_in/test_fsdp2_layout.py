@@ -326,15 +326,16 @@ def test_a_model_made_on_the_meta_device_is_filled(how, world_size):
         torch.testing.assert_close(param.full_tensor(), other.data, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("style", ["columns", "rows"])
+@pytest.mark.parametrize("style", ["columns", "rows", "uneven"])
 @distributed(world_size=4)
 def test_beside_tensor_parallelism_placements_are_those_of_fsdp2(style):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    models: list[Any] = [nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4)) for _ in range(3)]
+    width = 9 if style == "uneven" else 12  # five of nine on one tensor-parallel rank, four on the other
+    models: list[Any] = [nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)) for _ in range(3)]
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()} if style == "columns" else {"1": RowwiseParallel()}
+    plan = {"0": ColwiseParallel(use_local_output=style != "uneven"), "1": RowwiseParallel()}
     if style == "rows":
         plan["0"] = ColwiseParallel(output_layouts=Shard(-1))
     for model in models[:2]:
@@ -684,10 +685,6 @@ def test_it_is_chosen_by_install_and_refuses_what_it_does_not_have():
             assert model.bias._local_tensor.shape == (2,)
             with pytest.raises(ValueError, match=r"weight, of shape \(7, 5\).*Shard\(dim=1\).*Return Shard\(0\)"):
                 drop_in.fully_shard(nn.Linear(5, 7), shard_placement_fn=lambda _: Shard(1))
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            uneven = parallelize_module(nn.Linear(5, 7), mesh["tp"], ColwiseParallel())
-            with pytest.raises(ValueError, match=r"splits weight, of shape \(7, 5\), unevenly.*layout='fsdp2'"):
-                drop_in.fully_shard(uneven, mesh=mesh["dp"])
             with pytest.raises(ValueError, match="expected 'flat' or 'fsdp2'"):
                 drop_in.install(layout="rows")  # type: ignore[arg-type]
         finally:
