@@ -87,7 +87,6 @@ def be_without_gpus() -> None:
     unittest.skipIf = unchanged  # type: ignore[assignment]
     common_utils.device_sleep = lambda *_, **__: None
     common_utils.get_cycles_per_ms = lambda *_: 1.0
-    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")  # type: ignore[assignment]
     torch.cpu.device_count = lambda: 8
     torch.nn.functional.scaled_dot_product_attention = attention
     all_reduce = dist.all_reduce
@@ -158,7 +157,12 @@ def main(system: str, file: str, *names: str) -> None:
     spec = importlib.util.spec_from_file_location("torch_test", file)
     assert spec is not None and spec.loader is not None, file
     module = sys.modules["torch_test"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    accelerator, torch.accelerator.current_accelerator = (
+        torch.accelerator.current_accelerator,
+        lambda: torch.device("cpu"),
+    )
+    spec.loader.exec_module(module)  # files look there for the device to use, and optimizers later for graphs
+    torch.accelerator.current_accelerator = accelerator
     found = [item for item in vars(module).values() if isinstance(item, type) and issubclass(item, Base)]
     for test in [item for item in found if item.__module__ == "torch_test"]:
         wanted = test("run_subtests").world_size
