@@ -21,7 +21,7 @@ import torch.nn as nn
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
 from .group import BoundToModule, Root, _FSDPState, get_state, own_state, states_for
-from .runtime import enter_alone, reduce_accumulated, registered
+from .runtime import enter_alone, leave_shown, reduce_accumulated, registered
 from .runtime import reshard as _reshard
 
 
@@ -36,6 +36,7 @@ class UnshardHandle:
         state, self._state = self._state, None
         if state is not None and state.root is not None:
             state.root.communicator.wait_for(state._handles)
+            leave_shown(state)
 
 
 @checked()

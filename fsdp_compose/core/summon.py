@@ -173,6 +173,8 @@ def summon_full_params(
             "summon_full_params(rank0_only=True) needs writeback=False: the other ranks have no full parameters to "
             "write their shards from"
         )
+    for state in _get_fsdp_states(module):
+        state.end_left()
     for state in _get_fsdp_states(module) if recurse else []:
         _make_ready(state)  # outer groups first: tied parameters may move to them
     slots = _slots_below(module, recurse)

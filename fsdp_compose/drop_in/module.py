@@ -167,6 +167,7 @@ class FSDPModule(fsdp.FSDPModule):
         return _new, type(self).__bases__[1:], *state
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        _state(_module(self)).end_left()
         return super(fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # torch's looks for its own
 
     # ---- gathering and freeing parameters

@@ -105,11 +105,6 @@ class Layout:
                     f"{wanted!r}: layout='fsdp2' cuts dim 0 only. Return Shard(0) or None; or leave layout out, and "
                     "boundaries fall between indices of that dimension"
                 )
-            if not is_split_evenly(param):
-                raise MisuseError(
-                    f"fully_shard(): tensor parallelism splits {fqn}, of shape {tuple(param.shape)}, unevenly, so the "
-                    "chunks would differ between ranks: choose a size that they divide, or leave layout='fsdp2' out"
-                )
 
 
 layout = Layout()
@@ -203,6 +198,9 @@ def fully_shard(
             _own(members, ignored_params=ignored, **arguments)
         _leave_partial(members)
         add_methods(members)
+        state = get_state(members[0])
+        if layout.is_fsdp2 and state is not None:
+            state.set_options(shows_gathered=True)
     _forget_meshes(params)
     return module
 

@@ -43,6 +43,13 @@ class ChunkedLayout(FlatLayout):
         rows = param.shape[0] if param.shape else 1
         return -(-rows // self.world_size) * math.prod(param.shape[1:])
 
+    def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> ChunkedLayout:
+        params = [
+            replace(param, shape=tuple(shape), numel=math.prod(shape), granule=row_numel(tuple(shape)))
+            for param, shape in zip(self.params, shapes, strict=True)
+        ]
+        return replace(self, params=tuple(params))
+
     def local_shard(self, index: int, rank: int) -> LocalShard:
         param, chunk = self.params[index], self.chunk_numel(index)
         start, stop = min(rank * chunk, param.numel), min((rank + 1) * chunk, param.numel)

@@ -326,15 +326,16 @@ def test_a_model_made_on_the_meta_device_is_filled(how, world_size):
         torch.testing.assert_close(param.full_tensor(), other.data, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("style", ["columns", "rows"])
+@pytest.mark.parametrize("style", ["columns", "rows", "uneven"])
 @distributed(world_size=4)
 def test_beside_tensor_parallelism_placements_are_those_of_fsdp2(style):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    models: list[Any] = [nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4)) for _ in range(3)]
+    width = 9 if style == "uneven" else 12  # five of nine on one tensor-parallel rank, four on the other
+    models: list[Any] = [nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)) for _ in range(3)]
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()} if style == "columns" else {"1": RowwiseParallel()}
+    plan = {"0": ColwiseParallel(use_local_output=style != "uneven"), "1": RowwiseParallel()}
     if style == "rows":
         plan["0"] = ColwiseParallel(output_layouts=Shard(-1))
     for model in models[:2]:
@@ -526,6 +527,135 @@ def test_scalars_and_classes_with_an_all_gather_of_their_own_have_their_place():
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
+def shown(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What the modules show as their parameters."""
+    for item in model.parameters():
+        if not isinstance(item, DTensor):
+            item.detach().sum()  # its memory can be read
+    return [(name, isinstance(item, DTensor), item.shape, item.dtype) for name, item in model.named_parameters()]
+
+
+def what_is_shown(model: Any) -> dict[str, list[tuple[Any, ...]]]:
+    """At the moments at which it differs."""
+    x, moments = mine(data(0)), {"new": shown(model)}
+    model.unshard()
+    moments["root gathered"] = shown(model)
+    work = model.a.unshard(async_op=True)
+    moments["gather begun"] = shown(model)
+    work.wait()
+    moments["gathered"] = shown(model)
+    model.state_dict()
+    moments["saved"] = shown(model)
+    model.a.unshard()
+    model.a.reshard()
+    moments["freed"] = shown(model)
+    hooks = [
+        model.b.register_forward_pre_hook(lambda *_: moments.update({"in forward": shown(model)})),
+        model.b.register_forward_hook(lambda *_: moments.update({"after a forward inside": shown(model)})),
+    ]
+    loss = model(x).sum()
+    moments["after forward"] = shown(model)
+    for hook in hooks:
+        hook.remove()
+    loss.backward()
+    moments["after backward"] = shown(model)
+    with torch.no_grad():
+        model(x)
+    moments["after evaluation"] = shown(model)
+    objects = [*map(id, model.parameters())]
+    with torch.no_grad():
+        model(x)
+    moments["again"] = [objects == [*map(id, model.parameters())]]
+    model.load_state_dict(model.state_dict())
+    moments["loaded"] = shown(model)
+    model.unshard()
+    model.to(torch.float32)
+    moments["moved"] = shown(model)
+    return moments
+
+
+@pytest.mark.parametrize("variant", ["plain", "stays", "bf16", "hybrid"])
+@distributed(world_size=(2, 4))
+def test_gathered_modules_show_what_those_of_fsdp2_show(variant, world_size):
+    if (variant == "hybrid") != (world_size == 4):
+        return
+    options = dict(VARIANTS[variant])
+    if variant == "hybrid":
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ours, theirs, _ = three(**options)
+    found, expected = what_is_shown(ours), what_is_shown(theirs)
+    for moment, those in expected.items():
+        assert found[moment] == those, moment
+    assert {is_dtensor for _, is_dtensor, *_ in expected["after evaluation"]} >= {False}
+    assert_same_shards(ours, theirs)
+
+
+class Head(nn.Module):
+    """Computes with the weights of its last layer, not with the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x).tanh()
+        if isinstance(self.head, drop_in.FSDPModule):
+            self.head.unshard()
+        return hidden @ self.head.weight.T + self.head.bias
+
+
+@pytest.mark.parametrize("is_outside", [False, True])
+@distributed(world_size=2)
+def test_gathered_weights_that_a_loss_uses_directly_are_trained(is_outside):
+    torch.manual_seed(0)
+    reference: Any = Head()
+    ours = copy.deepcopy(reference)
+    with layout():
+        for module in (ours.a, ours.head, *([] if is_outside else [ours])):
+            drop_in.fully_shard(module, reshard_after_forward=True)
+    for number in range(3):
+        for model, x in ((reference, data(number)), (ours, mine(data(number)))):
+            model.zero_grad()
+            loss = model(x).square().mean()
+            assert not isinstance(model.head.weight, DTensor)
+            loss.backward()
+        for param, other in zip(ours.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+@distributed(world_size=2)
+def test_what_is_done_to_gathered_parameters_between_forwards_is_refused_or_done():
+    ours, _, reference = three(reshard_after_forward=False)
+    x = mine(data(0))
+    before = [item.detach().clone() for item in reference.parameters()]
+    with torch.no_grad():
+        ours(x)
+        ours.a.weight.zero_()  # FSDP2 loses it without a word
+    with pytest.raises(RuntimeError, match=r"group a was modified in place while it was gathered, between forwards"):
+        ours.a.reshard()
+    ours(x)
+    ours.b.weight = nn.Parameter(torch.zeros_like(ours.b.weight))
+    with pytest.raises(RuntimeError, match=r"replaced, added or removed parameters of a sharded module: b\.weight"):
+        ours(x)
+    ours(x)
+    with pytest.raises(RuntimeError, match="iterations"):
+        copy.deepcopy(ours)
+    with summon_full_params(ours):
+        for param, value in zip(ours.parameters(), before, strict=True):
+            assert not isinstance(param, DTensor)
+            torch.testing.assert_close(param.detach(), value)
+    work = ours.b.unshard(async_op=True)
+    ours.b.reshard()
+    work.wait()
+    assert isinstance(ours.b.weight, DTensor)
+    with functional_mode(ours):
+        ours(x)
+    assert isinstance(ours.a.weight, DTensor)
+    ours(x)
+    flat = fsdp_compose.flat_parameters(ours)
+    assert sum(item.numel() for item in flat) >= sum(item.numel() for item in before if item.requires_grad)
+
+
 @distributed(world_size=2)
 def test_collectives_are_those_of_the_other_layout():
     lists = []
@@ -555,10 +685,6 @@ def test_it_is_chosen_by_install_and_refuses_what_it_does_not_have():
             assert model.bias._local_tensor.shape == (2,)
             with pytest.raises(ValueError, match=r"weight, of shape \(7, 5\).*Shard\(dim=1\).*Return Shard\(0\)"):
                 drop_in.fully_shard(nn.Linear(5, 7), shard_placement_fn=lambda _: Shard(1))
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            uneven = parallelize_module(nn.Linear(5, 7), mesh["tp"], ColwiseParallel())
-            with pytest.raises(ValueError, match=r"splits weight, of shape \(7, 5\), unevenly.*layout='fsdp2'"):
-                drop_in.fully_shard(uneven, mesh=mesh["dp"])
             with pytest.raises(ValueError, match="expected 'flat' or 'fsdp2'"):
                 drop_in.install(layout="rows")  # type: ignore[arg-type]
         finally:

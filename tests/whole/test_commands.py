@@ -205,6 +205,7 @@ REASONS = {  # commands that do not run here
     r"torchrun .* -m fsdp_compose.integrations.llamafactory .*": "tests_integration/ runs it, on two processes",
     r"python -m fsdp_compose plan --model module:factory .*": "a placeholder",
     r"python -m fsdp_compose calibrate .*": "a minute; tests/tuning/test_calibration.py runs one round",
+    r"python -m tests.tools.torch_tests .*": "needs a checkout of torch: test_torch_tests.py has a file of its own",
     r"python -m fsdp_compose hang LOGS...": "needs logs of a run that hangs: test_hang.py",
     r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun .*--max-restarts 3 .*": "test_train_gpt.py, with a crash",
     r"torchft_lighthouse .*": "needs torchft: tests_integration/test_elastic.py starts one",

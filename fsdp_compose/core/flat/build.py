@@ -223,7 +223,8 @@ def _plan(
             from ...plugins.tensor_parallel import is_even, largest_local_shape, local_shape
 
             largest, local = largest_local_shape(spec), local_shape(spec)
-            if granule not in (None, "elements", "whole") and not is_even(spec):
+            is_fsdp2 = granularity is even_chunks
+            if not (is_fsdp2 or granule in (None, "elements", "whole") or is_even(spec)):
                 raise MisuseError(
                     f"fully_shard(granularity=...): tensor parallelism does not split {item.fqn}, placed "
                     f"{list(spec.placements)}, evenly, so {granule!r} differs between ranks: choose 'elements' or "
@@ -234,7 +235,7 @@ def _plan(
     if granularity is even_chunks:
         from ...plugins.even_chunks import plan_chunks
 
-        return plan_chunks(specs, mesh.shard_world_size, alignment)
+        return plan_chunks(specs, mesh.shard_world_size, alignment).with_shapes(shapes)
     return plan_layout(specs, mesh.shard_world_size, alignment).with_shapes(shapes)
 
 

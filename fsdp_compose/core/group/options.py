@@ -57,6 +57,7 @@ class GroupOptions(OptionsForGood):
         keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
         keeps_storage: whether unsharded parameters keep their memory while they are sharded.
         is_held: the group stays gathered until ``reshard()`` (``unshard(until_reshard=True)``).
+        shows_gathered: modules show unsharded parameters as long as the group is gathered (FSDP2's layout).
         reduction: how gradients are reduced.
         forward_prefetch, backward_prefetch: the modules whose groups are gathered ahead; ``None``: the group that came
             next in the last iteration.
@@ -71,6 +72,7 @@ class GroupOptions(OptionsForGood):
     keeps_unsharded: bool = False
     keeps_storage: bool = False
     is_held: bool = False
+    shows_gathered: bool = False
     reduction: ReductionOptions = AVERAGE
     forward_prefetch: Modules | None = None
     backward_prefetch: Modules | None = None

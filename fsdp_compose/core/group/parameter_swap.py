@@ -41,7 +41,7 @@ from .start_values import notice_load, notice_loaded
 _Parameters = dict[str, "nn.Parameter | None"]
 _LOST_CHANGE = (
     "forward replaced, added or removed parameters of a sharded module{}. This change would be lost when the module "
-    "is resharded; change parameters outside forward"
+    "is resharded; change parameters outside forward, while the module is sharded"
 )
 
 
@@ -87,13 +87,15 @@ class ParameterSwap:
 
     Attributes:
         kept: the tensors that ``forward`` keeps on the group's modules.
-        num_shows: number of running forwards and backwards that make the modules show the unsharded parameters.
+        num_shows: number of running forwards and backwards that make the modules show the unsharded parameters; one
+            more while ``is_left``.
+        is_left: the modules show them between forwards too (``leave_shown``).
         shown_instead: the tensors that ``show_instead`` shows at present, by the id of the unsharded parameter.
     """
 
     __slots__ = (
         "_children", "_fqns", "_namespaces", "_owned", "_prepared_names", "_root_writes", "_roots", "_sharded",
-        "_unsharded", "_views", "_writes", "called", "kept", "num_shows", "shown_instead",
+        "_unsharded", "_views", "_writes", "called", "is_left", "kept", "num_shows", "shown_instead",
     )  # fmt: skip
 
     def __init__(
@@ -111,7 +113,7 @@ class ParameterSwap:
                 owned.setdefault(module, {})[name] = where[id(module._parameters[name])]
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
-        self.num_shows, self.shown_instead = 0, dict[int, torch.Tensor]()
+        self.num_shows, self.is_left, self.shown_instead = 0, False, dict[int, torch.Tensor]()
         self.called: Names = IN_GROUP  # parameter names for messages; those in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self.kept = KeptTensors(
@@ -128,6 +130,7 @@ class ParameterSwap:
 
     def rebuild(self) -> None:
         """Prepare the unsharded dicts from the handles' present unsharded parameters."""
+        self.end_left()
         found: list[tuple[Namespace, str, Any, Any]] = []  # where, key, sharded value, unsharded value
         self._root_writes: list[tuple[weakref.ref[nn.Module], str, Any, Any]] = []
         for namespace, root, owned, sharded, unsharded in zip(
@@ -277,9 +280,21 @@ class ParameterSwap:
 
     show_sharded_after_forward = ends_forward(show_sharded)  # called as the first thing after a forward
 
+    def leave_shown(self) -> None:
+        """Show the unsharded parameters until ``end_left``, as FSDP2 does while a group is gathered."""
+        if not self.is_left:
+            self.is_left = True
+            self.show_unsharded()
+
+    def end_left(self) -> None:
+        if self.is_left:
+            self.is_left = False
+            self.show_sharded()
+
     def restore(self, num_running: int = 0) -> None:
         """Show the sharded parameters again after an interruption, and discard changes of the interrupted forward to
         the modules; but not while forwards of the group are running (``num_running``)."""
+        self.is_left = False
         if num_running:
             self.num_shows = num_running
             return
@@ -459,6 +474,9 @@ def _owners(module: nn.Module) -> list[Owner]:
 
 def _show_sharded(module: nn.Module, *_: Any) -> None:
     attributes = module.__dict__
+    if attributes["_parameters"] is not attributes[SHARDED_PARAMS]:
+        for owner in _owners(module):
+            owner.end_left()
     if attributes["_parameters"] is not attributes[SHARDED_PARAMS]:
         attributes[_ASIDE] = attributes["_parameters"]
         attributes["_parameters"] = attributes[SHARDED_PARAMS]

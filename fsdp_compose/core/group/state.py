@@ -218,6 +218,8 @@ class _FSDPState(ComposableState):
         memory that was freed, or that an all-gather was still filling."""
         if self.persistent.is_unhooked or not self.position.reshards_after_forward:
             return
+        if self.root is not None and self.root.backward is not None and self.swap in self.root.backward.shown:
+            return  # gathered by hand, and gathered ever since
         for handle in self._handles:
             # Guarded memory refuses such access, so the gradients that are there needed no parameters (that of a bias).
             if not (handle.unsharded.memory.is_guarded or handle.unsharded.never_freed) and handle.unsharded.has_grad():
@@ -240,7 +242,7 @@ class _FSDPState(ComposableState):
         """Whether the version counter of an unsharded parameter has moved."""
         return any([handle.unsharded.was_written() for handle in self._handles])
 
-    def check_after_forward(self) -> None:
+    def check_after_forward(self, when: str = "inside forward") -> None:
         """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one."""
         self.swap.check_unsharded_slots()
         for handle in self._handles:
@@ -248,10 +250,16 @@ class _FSDPState(ComposableState):
                 handle.unsharded.forgive_write()
                 names = ", ".join(handle.names)
                 raise MisuseRuntimeError(
-                    f"a parameter of the fully_shard group {self.name} was modified in place inside forward; the "
+                    f"a parameter of the fully_shard group {self.name} was modified in place {when}; the "
                     f"change would be lost when the group is resharded. It is one of {names}. Modify the (sharded) "
-                    "parameters outside forward, or keep values that change in forward in a buffer"
+                    "parameters outside forward (after reshard()), or keep values that change in forward in a buffer"
                 )
+
+    def end_left(self) -> None:
+        """Show the sharded parameters between forwards again; raise if the unsharded ones were changed."""
+        if self.is_complete and self.swap.is_left:
+            self.swap.end_left()
+            self.check_after_forward("while it was gathered, between forwards")
 
     @property
     def is_busy(self) -> bool:
@@ -286,7 +294,8 @@ class _FSDPState(ComposableState):
         """The state for the copies of the group's modules: a group of its own that has not run yet."""
         root = self.root
         is_in_backward = root is not None and (root.backward is not None or root.failed_backward is not None)
-        if self.progress.running_forwards or self.backward.active_uses or is_in_backward:
+        is_left = self.is_complete and self.swap.is_left
+        if self.progress.running_forwards or self.backward.active_uses or is_in_backward or is_left:
             raise MisuseRuntimeError(
                 f"copy.deepcopy(): a forward or backward of the fully_shard group {self.name} is running (or was "
                 "interrupted): copy the model between iterations"

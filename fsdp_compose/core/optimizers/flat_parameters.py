@@ -266,6 +266,8 @@ def flat_parameters(
         optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], fused=True)
     """
     states = _get_fsdp_states(model)
+    for state in states:
+        state.end_left()
     if any(state.is_complete and state.swap.num_shows for state in states):
         raise MisuseRuntimeError(
             "flat_parameters() was called inside forward or backward of the model; call it outside"

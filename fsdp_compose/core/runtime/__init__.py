@@ -31,6 +31,7 @@ Read ``hooks``, ``default_mode``, ``group_ops``, ``backward``: that is a usual s
 from typing import TYPE_CHECKING
 
 from ..._on_demand import on_demand
+from .backward import leave_shown as leave_shown
 from .backward import reduce_accumulated as reduce_accumulated
 from .group_ops import reshard as reshard
 from .hooks import drive as drive

@@ -56,6 +56,9 @@ def begin_backward(root: Root) -> Backward:
         follow_requires_grad_writes_before_backward(root)
     # Activation checkpointing may run modules of these groups again before backward has passed the groups' outputs.
     for state in root.live_states():
+        if state.swap.is_left:
+            state.swap.is_left = False
+            backward.shown[state.swap] = None
         if state.persistent.is_unhooked or not state.position.reshards_after_forward:
             _show_throughout(backward, state)
     root.scheduler.begin_backward(root)
@@ -97,6 +100,15 @@ def _notice_backwards(state: _FSDPState) -> None:
         for param in handle.unsharded.params:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(note)
+
+
+def leave_shown(state: _FSDPState) -> None:
+    """Let the modules of a gathered group show its parameters until it is resharded, if the group does that."""
+    if not state.options.shows_gathered or state.root is None or state.root.backward is not None:
+        return
+    if all([handle.unsharded.is_allocated for handle in state._handles]):  # not after a forward in functional mode
+        state.swap.leave_shown()
+        _notice_backwards(state)
 
 
 def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:

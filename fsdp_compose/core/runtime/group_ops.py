@@ -87,6 +87,8 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
 
 def reshard(root: Root, state: _FSDPState) -> None:
     """Free the unsharded parameters of a group, unless a forward of it is running."""
+    if state.swap.is_left and not state.progress.running_forwards:
+        state.end_left()
     for handle in state._handles:
         if handle.unsharded.is_allocated and not state.progress.running_forwards:
             root.communicator.reshard(handle)
@@ -94,6 +96,8 @@ def reshard(root: Root, state: _FSDPState) -> None:
 
 def reshard_until_backward(root: Root, state: _FSDPState) -> None:
     """Like ``reshard``, between a forward and its backward, for a group that keeps parts."""
+    if state.swap.is_left and not state.progress.running_forwards:
+        state.end_left()
     for handle in state._handles:
         if handle.unsharded.is_allocated and not state.progress.running_forwards:
             root.communicator.reshard_to_part(handle)

@@ -52,7 +52,7 @@ from ..group import (
     states_to_run,
     traced_inside_others,
 )
-from .backward import keep_unsharded, publish_from_inside
+from .backward import keep_unsharded, leave_shown, publish_from_inside
 from .default_mode import DEFAULT
 from .group_ops import follow_requires_grad_writes_of_forward, reshard, reshard_until_backward
 from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
@@ -180,6 +180,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
     root.scheduler.begin_forward(root)
     may_release = detector is not None and not detector.has_grads()  # one check for all groups
     for state in root.live_states():
+        if state.swap.is_left:
+            state.end_left()
         for handle in state._handles:
             if handle.summoned is not None:
                 raise MisuseRuntimeError(
@@ -239,7 +241,7 @@ def check_after_forward(root: Root) -> None:
 
 def end_forward(root: Root, is_hooked: bool) -> None:
     """End the outermost forward: free unused prefetches and, if no backward will come, everything except groups that
-    ``keep_unsharded`` keeps."""
+    ``keep_unsharded`` keeps, or whose parameters modules go on showing."""
     forward = root.forward
     forward.has_failed, forward.caller = False, None
     forward.latest.clear()
@@ -253,7 +255,7 @@ def end_forward(root: Root, is_hooked: bool) -> None:
             # forward may leave no trace.
             is_needed = is_hooked and not (pending_modules and state.position.reshards_after_forward)
             stays = is_needed or state.options.keeps_unsharded or state.options.is_held
-            if not (unsharded.left_by_forward and stays):
+            if not ((unsharded.left_by_forward and stays) or state.swap.is_left):
                 root.communicator.reshard(handle)
         if pending_modules:
             pending_modules.clear()
@@ -495,6 +497,7 @@ def _leave(root: Root, state: _FSDPState, module: nn.Module, is_hooked: bool) ->
             for handle in state._handles:
                 unsharded = handle.unsharded
                 unsharded.be_left(unsharded.is_allocated and not unsharded.never_freed)
+            leave_shown(state)
         elif is_hooked and position.reshards_partially:
             reshard_until_backward(root, state)
         else:
