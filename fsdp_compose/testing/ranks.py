@@ -1,6 +1,6 @@
 """Run functions on several ranks of a gloo process group, with one readable failure if they fail.
 
-For tests; nothing else in the package imports it. The processes are forked from a server that has imported torch, so
+For tests, and for measurements of a machine. The processes are forked from a server that has imported torch, so
 they start fast, and they always end. A single process can also simulate one rank of many (``simulated_ranks``).
 
 ``Ranks`` starts its processes once, sends each its tasks through a pipe, and reads reports back. The process that
@@ -71,8 +71,13 @@ def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkSer
     }
     FORKS.set_forkserver_preload(_preloaded)
     process = FORKS.Process(target=_process_main, args=(str(output), target, *arguments))
-    with mock.patch.dict(os.environ, environment):
-        process.start()
+    # Ctrl-C goes to all processes of a terminal. The server and its processes inherit that it is blocked.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with mock.patch.dict(os.environ, environment):
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return process
 
 

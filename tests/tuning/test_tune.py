@@ -45,7 +45,7 @@ def _each_setting_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def once(build, make_optimizer, world_size, note, without_sync=None):
         model, (device, setting) = build.func.__self__, build.args
-        key = model._factory, model._seq, device, setting, world_size
+        key = model.factory, model.seq, device, setting, world_size
         if key not in RUNS:
             facts = simulate(build, make_optimizer, world_size, note, without_sync)
             RUNS[key] = facts, model.num_blocks, model.can_split, model.codes[setting]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import torch
 from fsdp_compose import fully_shard, plan
 from fsdp_compose.testing import preload, run_on_ranks
 from tests.harness import ROOT
+from tests.mixtures import choosing
 
 TOLERANCE = 0.05
 MODELS = ["gpt", "llama", "gpt2", "mixtral"]
@@ -42,14 +45,18 @@ def factory_of(name: str, checkpoint_activations: bool) -> partial:
     return partial(getattr(examples(), name), **SIZES, checkpoint_activations=checkpoint_activations)
 
 
-def peak_of_a_step(name: str, checkpoint_activations: bool) -> int:
+def sharded(name: str, checkpoint_activations: bool) -> Any:
+    model, loss_of = factory_of(name, checkpoint_activations)()
+    for child in next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList)):
+        fully_shard(child)
+    return fully_shard(model), loss_of
+
+
+def peak_of_a_step(make: Callable[[], Any]) -> int:
     """Bytes, on this rank, of all since the model began to be built."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        model, loss_of = factory_of(name, checkpoint_activations)()
-        for child in next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList)):
-            fully_shard(child)
-        fully_shard(model)
+        model, loss_of = make()
         optimizer = OPTIMIZER(model.parameters())
         for i in range(3):
             with torch.profiler.record_function(f"training step {i}"):
@@ -74,8 +81,22 @@ def peak_of_a_step(name: str, checkpoint_activations: bool) -> int:
 def test_the_predicted_peak_is_the_measured_one(name: str, checkpoint_activations: bool):
     worlds = plan(factory_of(name, checkpoint_activations), [1, 2, 4], optimizer=OPTIMIZER).worlds
     for world in worlds:
-        measured = run_on_ranks(world.world_size, peak_of_a_step, name, checkpoint_activations, timeout=250)
+        measured = run_on_ranks(
+            world.world_size, peak_of_a_step, partial(sharded, name, checkpoint_activations), timeout=250
+        )
         error = world.peak.nbytes / max(measured) - 1
         print(f"{name}, {world.world_size} ranks: {world.peak.nbytes:,} predicted, {measured} measured, {error:+.1%}")
         assert world.recomputes == checkpoint_activations
         assert abs(error) < TOLERANCE, f"{world.world_size} ranks: {world.peak}, measured {measured}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("way", ["c10d", "functional"])
+def test_the_predicted_peak_of_experts_over_data_ranks_is_the_measured_one(way: str, ep_size: int):
+    factory = partial(choosing, way, ep_size, dim=256)
+    (world,) = plan(factory, 4, optimizer=OPTIMIZER).worlds
+    measured = run_on_ranks(4, peak_of_a_step, factory, timeout=250)
+    error = world.peak.nbytes / max(measured) - 1
+    print(f"{way}, experts over {ep_size}: {world.peak.nbytes:,} predicted, {measured} measured, {error:+.1%}")
+    assert abs(error) < TOLERANCE, f"{world.peak}, measured {measured}"
