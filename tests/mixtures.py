@@ -174,10 +174,10 @@ class _Exchange(torch.autograd.Function):
 
 
 class Choosing(nn.Module):
-    def __init__(self, ep: DeviceMesh, way: str, dim: int, num_experts: int, num_blocks: int) -> None:
+    def __init__(self, ep: DeviceMesh, way: str, dim: int, num_experts: int) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(512, dim), nn.Linear(dim, 512)
-        self.blocks = nn.ModuleList(ChoosingBlock(dim, num_experts, ep, way) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(ChoosingBlock(dim, num_experts, ep, way) for _ in range(2))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -187,16 +187,16 @@ class Choosing(nn.Module):
 
 
 def choosing(
-    way: str, ep_size: int, shards: bool = True, dim: int = 64, num_experts: int = 8, num_blocks: int = 2
+    way: str, ep_size: int, shards: bool = True, dim: int = 64, num_experts: int = 8, length: int = 128
 ) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """A mixture for ``plan`` on a mesh of (fsdp, ep), and its loss. ``shards``: it is sharded over all ranks."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // ep_size, ep_size), mesh_dim_names=("fsdp", "ep"))
-    model = Choosing(mesh["ep"], way, dim, num_experts, num_blocks)
+    model = Choosing(mesh["ep"], way, dim, num_experts)
     data = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     for module in (*model.blocks, model) if shards else ():
         fully_shard(module, mesh=data)
-    tokens = torch.zeros(4, 128, dtype=torch.int64)
+    tokens = torch.zeros(4, length, dtype=torch.int64)
     return model, lambda model: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 

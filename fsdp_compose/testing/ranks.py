@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -71,13 +72,19 @@ def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkSer
     }
     FORKS.set_forkserver_preload(_preloaded)
     process = FORKS.Process(target=_process_main, args=(str(output), target, *arguments))
-    # Ctrl-C goes to all processes of a terminal. The server and its processes inherit that it is blocked.
+    # Ctrl-C goes to all processes of a terminal. The server and its processes inherit that it is blocked; the process
+    # that tracks resources would unblock it if it were started in between.
+    resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with mock.patch.dict(os.environ, environment):
             process.start()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        except BaseException:  # an interrupt since then: nobody else knows the process
+            end(process)
+            raise
     return process
 
 

@@ -13,15 +13,13 @@ import torch.nn as nn
 
 from .._arguments import checked, size_of
 from ..errors import MisuseError
-from ..extension import ALL_GATHER, STRATEGIES, Kept, MixedPrecisionPolicy, no_sync, states_to_run
+from ..extension import STRATEGIES, Kept, MixedPrecisionPolicy, no_sync, states_to_run
 from ..inspect import (
     ACTIVATIONS,
     ADAMW,
-    FORWARD,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
-    Issue,
     LossOf,
     MakeOptimizer,
     OptimizerOf,
@@ -309,19 +307,16 @@ class _Search:
         gathers_all = Kept.SHARDED not in row.parameters
         dims = {PARAMETERS: row.optimizer if gathers_all else row.parameters, GRADIENTS: row.gradients}
         dims[OPTIMIZER] = row.optimizer
-        names = {group.name for group in self.first[0].layout.groups}  # others are the model's own
-        issues = [event for event in self.first[0].events if isinstance(event, Issue) and event.group in names]
-        gathers = [event for event in issues if event.kind == ALL_GATHER and event.phase == FORWARD]
+        flats = [flat for group in self.first[0].layout.groups for flat in group.flat_parameters]
         # Experts that are spread over some of the ranks are on fewer, so there are fewer copies of them.
-        most = min((len(event.ranks) for event in gathers), default=self.world_size)
+        most = min((flat.num_shards for flat in flats), default=self.world_size)
         copies = {
             kind: math.prod(size for size, item in zip(sizes, dims[kind], strict=True) if item is not Kept.SHARDED)
             for kind in kept
         }
         state = {kind: nbytes * min(copies[kind], most) for kind, nbytes in kept.items()}
-        groups = {(event.group, event.nbytes, *event.ranks): event.nbytes for event in gathers}
         kept_by = False if setting.strategy == "zero2" else setting.reshard_after_forward
-        gathered = sum(groups.values()) // (kept_by or 1) if kept_by is not None else 0
+        gathered = sum(flat.unsharded_bytes or 0 for flat in flats) // (kept_by or 1) if kept_by is not None else 0
         return state[PARAMETERS] + state[OPTIMIZER] + max(state[GRADIENTS], gathered)
 
     def _dry_run(self, setting: Setting) -> _Run:

@@ -275,6 +275,28 @@ def test_activations_of_one_run_rule_out_other_settings(has_batch):
     assert found.num_runs == run + (found.default.setting in ruled_out)
 
 
+def test_what_is_left_out_without_a_run_does_not_fit(monkeypatch):
+    """Parameters that stay gathered are too large for some settings, and state is for others."""
+    peaks = sorted(result.peak for result in with_room().results)
+    limit = just_less_than(peaks[len(peaks) // 2])
+    found = tune(factory, 8, hardware(), max_memory=limit)
+    monkeypatch.setattr(search._Search, "_needed", lambda self, setting, peak: 0)
+    slow = tune(factory, 8, hardware(), max_memory=limit)
+    assert [*settings_of(found)] == [*settings_of(slow)] and found.num_runs < slow.num_runs
+
+
+def test_parameters_that_stay_gathered_rule_out_settings():
+    peak = plan(wide, 8).worlds[0].peak.nbytes
+    tight = tune(wide, 8, hardware(), max_memory=just_less_than(1.02 * peak))
+    (why,) = {item.why for item in tight.rejected if item.setting == Setting("zero2", (8,))}
+    assert "what stays gathered take" in why and tight.default_fits
+
+
+def wide():
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    return Net(512), lambda model: model(tokens).mean()
+
+
 def test_any_divisor_of_the_batch_is_a_micro_batch():
     found = tune(factory, 2, hardware(), batch=6, max_memory=just_less_than(with_room(2).default.peak // 2))
     tried = {setting.num_batches for setting in settings_of(found)} | {
