@@ -139,7 +139,7 @@ class ChoosingBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, 1)
         num_experts, num_ranks = len(self.router.weight), self.ep.size()
-        chosen = self.router(rows).topk(len(rows) // num_experts, dim=0).indices.t()  # of each expert
+        chosen = self.router(rows).topk(len(rows) // num_experts, dim=0).indices.t().contiguous()  # of each expert
         if self.way == "dtensor":
             y = DTensor.from_local(rows[chosen], self.ep, [Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
             y = DTensor.from_local(self.experts(y), self.ep, [Shard(0)]).redistribute(placements=[Shard(1)]).to_local()

@@ -80,16 +80,14 @@ def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkSer
         with mock.patch.dict(os.environ, environment):
             process.start()
     finally:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        except BaseException:  # an interrupt since then: nobody else knows the process
-            end(process)
-            raise
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return process
 
 
 def _process_main(output: str, target: Callable[..., None], *arguments: Any) -> None:
     os.setsid()  # Ctrl-C does not reach this process, and ``end`` ends it together with its children
+    if not Path(output).parent.is_dir():  # the start was interrupted, and nobody knows this process
+        os._exit(1)
     with open(output, "wb") as file:
         for standard in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), standard.fileno())

@@ -153,7 +153,7 @@ class Tuning:
 
 
 def predict(
-    setting: Setting, events: Sequence[StepEvent], hardware: Hardware, *, factor: float = 1.0, **options: bool
+    setting: Setting, events: Sequence[StepEvent], hardware: Hardware, *, factor: float = 1.0, **options: Any
 ) -> Schedule:
     """Predict a setting's times; ``options`` are those of ``schedule``."""
     batches, is_offloaded = setting.num_batches, setting.is_offloaded

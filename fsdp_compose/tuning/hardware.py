@@ -383,35 +383,34 @@ _BESIDE = 1.25
 
 # By data sheets: TFLOP/s in half precisions and in fp32 without reduced products; GB/s of memory, GB; GB/s of links and
 # of the network card; TFLOP/s of attention, forward and backward. Then the part of the peak that products reach, by
-# software.
+# software; how many times as long operations take beside a collective; and whether published runs were compared.
 _SHEETS: Mapping[str, tuple[Any, ...]] = {
     "a100": (
         "A100 SXM 80 GB", "NVIDIA's data sheet of the A100 80GB; DGX A100: 8 cards of 200 Gb/s",
-        312, 19.5, 2039, 80, 300, 25, (190, 170), (0.8, 0.8),
+        312, 19.5, 2039, 80, 300, 25, (190, 170), (0.8, 0.8), _BESIDE, True,
     ),
     "h100": (
         "H100 SXM 80 GB", "NVIDIA's data sheet of the H100; DGX H100: 8 cards of 400 Gb/s",
-        989, 67, 3350, 80, 450, 50, (350, 280), (0.66, 0.75),
+        989, 67, 3350, 80, 450, 50, (350, 280), (0.66, 0.75), _BESIDE, True,
     ),
     "h200": (
         "H200 SXM 141 GB", "NVIDIA's data sheet of the H200; DGX H200: 8 cards of 400 Gb/s",
-        989, 67, 4800, 141, 450, 50, (350, 280), (0.66, 0.75),
+        989, 67, 4800, 141, 450, 50, (350, 280), (0.66, 0.75), _BESIDE, True,
     ),
     "b200": (
         "B200 SXM 180 GB", "NVIDIA's data sheet of the HGX B200 (1,000 W); DGX B200: 8 cards of 400 Gb/s",
-        2250, 80, 8000, 180, 900, 50, (800, 640), (0.7, 0.7), False,
+        2250, 80, 8000, 180, 900, 50, (800, 640), (0.7, 0.7), _BESIDE, False,
     ),
     "mi300x": (
         "MI300X 192 GB", "AMD's data sheet of the MI300X: 7 links of 64 GB/s; 8 cards of 400 Gb/s",
-        1307, 163, 5300, 192, 448, 50, (350, 280), (0.5, 0.5), False,
-        1.41,  # RCCL's all-gathers, by github.com/ROCm/mori pull request 200
+        1307, 163, 5300, 192, 448, 50, (350, 280), (0.5, 0.5),
+        1.41, False,  # RCCL's all-gathers, by github.com/ROCm/mori pull request 200
     ),
 }  # fmt: skip
 
 
 def _preset(key: str, software: str) -> Hardware:
-    name, source, half, single, memory, capacity, link, card, attention, products, *rest = _SHEETS[key]
-    is_compared, beside = (*rest, *(True, _BESIDE)[len(rest) :])
+    name, source, half, single, memory, capacity, link, card, attention, products, beside, is_compared = _SHEETS[key]
     peaks = {"bfloat16": half * 1e12, "float16": half * 1e12, "float32": single * 1e12}
     reached = products[SOFTWARE.index(software)]
     device = Device(
