@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import fully_shard, plan
 from fsdp_compose.inspect import Issue, WorldFacts
 from fsdp_compose.tuning import PRESETS, schedule, tune
-from tests.mixtures import choosing
+from tests.mixtures import DIM, Block, choosing, spread_over
 
 WAYS = ["c10d", "functional", "dtensor"]
 SENT = 4 * 128 * 64 * 4  # bytes that a rank of ``choosing`` sends: the rows of all its tokens, also to itself
@@ -74,6 +75,17 @@ def test_settings_of_a_mixture_are_compared():
     least = min(result.peak for result in found.results)
     tight = tune(partial(choosing, "functional", 8, False), 16, "h100", max_memory=int(1.2 * least) + (2 << 30))
     assert len(tight.results) == len(found.results)
+
+
+def test_numbers_of_tokens_that_depend_on_the_router_are_refused():
+    def factory():
+        block, mesh = Block(), init_device_mesh("cpu", (2, 4), mesh_dim_names=("fsdp", "ep"))
+        spread_over(block, mesh["ep"])
+        fully_shard(block, mesh=init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
+        return block, lambda model: model(torch.ones(4, DIM)).sum()
+
+    with pytest.raises(RuntimeError, match="needs elements of a tensor that a dry run does not compute"):
+        plan(factory, 8)
 
 
 class Parallel(nn.Module):
