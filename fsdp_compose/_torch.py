@@ -152,6 +152,7 @@ __all__ = [
     "memory_exchange",
     "mend_mesh",
     "mesh_slices",
+    "namespaces_of_collectives",
     "non_persistent_buffers",
     "notice_optimizers",
     "outside_modes",
@@ -368,6 +369,10 @@ def skip_top_frame(function: Callable[..., Any]) -> None:
 def functional_collectives() -> Any:
     """Collectives as operations that return their result, which ``wait_tensor`` waits for: compilers know them."""
     return torch.ops._c10d_functional
+
+
+# Of operations that are collectives: with the group as an object, with its name, and DTensor's own.
+namespaces_of_collectives = ("c10d", "_c10d_functional", "_dtensor")
 
 
 def compute_local_shape_and_global_offset(

@@ -1153,6 +1153,13 @@ def test_group_name_of():
         assert isinstance(_torch.group_name_of(dist.group.WORLD), str)
 
 
+def test_namespaces_of_collectives():
+    names = "alltoall_base_", "all_to_all_single", "shard_dim_alltoall"
+    for namespace, name in zip(_torch.namespaces_of_collectives, names, strict=True):
+        assert getattr(getattr(torch.ops, namespace), name).default.namespace == namespace
+    assert _torch.functional_collectives().name == _torch.namespaces_of_collectives[1]
+
+
 def test_process_group_of():
     """Operations take a group as an object, boxed, or by its name."""
     with fake_process_group(world_size=2):

@@ -23,9 +23,11 @@ from .._torch import (
     all_to_all_on_cpu,
     current_graph_task_id,
     flex_attention_by,
+    functional_collectives,
     is_composite,
     is_fake,
     is_wrapper,
+    namespaces_of_collectives,
     overload_packet,
     process_group_of,
     simplified,
@@ -282,13 +284,13 @@ class DryRun(DispatchMode):
                 return result
         if operation.is_view or func.namespace == "c10d":
             result = self._done(func, args, kwargs)
-            if func.namespace in _OF_COLLECTIVES:
+            if func.namespace in namespaces_of_collectives:
                 self._collective(func, args, result)
             return result
         # Integers are promoted to the default dtype.
         key = func, _key_of((args, kwargs)), torch.get_default_dtype()
         result = self._run(func, operation, args, kwargs, tensors, key)
-        if func.namespace in _OF_COLLECTIVES:
+        if func.namespace in namespaces_of_collectives:
             self._collective(func, args, result)
         else:
             self._note_event(func, operation, args, kwargs, result, key)
@@ -307,7 +309,7 @@ class DryRun(DispatchMode):
         work, made = self._take(*found), _tensors(args[0] if func.namespace == "c10d" else result)
         for item in made if found[0].kind == ALL_TO_ALL else ():
             self._ledger.lose_values(item)
-        if func.namespace != "_c10d_functional":
+        if func.namespace != functional_collectives().name:
             work.wait()
             return
         self._in_flight |= {storage_id(item.untyped_storage()): work for item in made}
@@ -427,7 +429,7 @@ def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, 
     rank is taken to send as much as this one, and an equal part to each."""
     name = func._schema.name.partition("::")[2].replace("_", "")
     kind = next((kind for part, kind in _COLLECTIVES.items() if part in name), None)
-    if func.namespace not in _OF_COLLECTIVES or kind is None:
+    if func.namespace not in namespaces_of_collectives or kind is None:
         return None
     names = [item.name for item in func._schema.arguments]
     is_in_place = "process_group" in names
@@ -441,7 +443,6 @@ def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, 
     return facts, group
 
 
-_OF_COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 _COLLECTIVES = {  # by a part of the names of torch's operations, without underscores
     "alltoall": ALL_TO_ALL, "allgather": ALL_GATHER, "reducescatter": REDUCE_SCATTER, "allreduce": ALL_REDUCE,
 }  # fmt: skip
