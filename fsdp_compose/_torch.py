@@ -50,6 +50,7 @@ from torch.distributed.fsdp import _fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info as fsdp2_mesh_info
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as _tensor_utils
+from torch.distributed.tensor import placement_types as _placement_types
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
@@ -86,6 +87,7 @@ __all__ = [
     "add_composable_state",
     "admit_placements",
     "admit_several_chunks",
+    "all_to_all_on_cpu",
     "allow_in_foreach",
     "allow_in_graph",
     "as_parameter",
@@ -131,6 +133,7 @@ __all__ = [
     "is_checkpoint_recomputing",
     "is_composite",
     "is_destroyed",
+    "is_fake",
     "is_gloo_connection_closed",
     "is_in_functional_call",
     "is_listened_to",
@@ -149,6 +152,7 @@ __all__ = [
     "memory_exchange",
     "mend_mesh",
     "mesh_slices",
+    "namespaces_of_collectives",
     "non_persistent_buffers",
     "notice_optimizers",
     "outside_modes",
@@ -156,6 +160,7 @@ __all__ = [
     "plan_errors",
     "post_accumulate_hooks",
     "preserved_versions",
+    "process_group_of",
     "queue_end_of_backward",
     "rank_of_mesh",
     "refuse_access",
@@ -299,6 +304,11 @@ def is_wrapper(tensor: object) -> bool:
     return _is_traceable_wrapper_subclass(tensor)
 
 
+def is_fake(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of this class have shapes, but no elements and no memory."""
+    return issubclass(kind, _FakeTensor)
+
+
 def make_wrapper(
     cls: type[torch.Tensor], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:
@@ -359,6 +369,10 @@ def skip_top_frame(function: Callable[..., Any]) -> None:
 def functional_collectives() -> Any:
     """Collectives as operations that return their result, which ``wait_tensor`` waits for: compilers know them."""
     return torch.ops._c10d_functional
+
+
+# Of operations that are collectives: with the group as an object, with its name, and DTensor's own.
+namespaces_of_collectives = ("c10d", "_c10d_functional", "_dtensor")
 
 
 def compute_local_shape_and_global_offset(
@@ -460,6 +474,13 @@ def call_after_compilation(function: Callable[[], None]) -> None:
 def group_name_of(group: dist.ProcessGroup) -> str:
     """The name by which those find a process group."""
     return group.group_name
+
+
+def process_group_of(value: Any) -> dist.ProcessGroup:
+    """The process group that is an argument of an operation, in one of its forms."""
+    if isinstance(value, str):
+        return _distributed_c10d._resolve_process_group(cast(Any, value))
+    return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
 
 
 def allow_in_graph(function: Callable[..., Any]) -> None:
@@ -1334,6 +1355,23 @@ def admit_several_chunks(is_sharded: Callable[[Any], bool]) -> None:
     HuggingFaceStorageWriter.prepare_global_plan = plan_files  # type: ignore[method-assign]
     _planning._create_write_item_for_bytesio = plan_checked  # type: ignore[assignment]
     _consolidation._write_sub_tensor_to_file_optimized = copy_part  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def all_to_all_on_cpu() -> Iterator[None]:
+    """Let DTensors that are sharded along another dimension than before send what other devices send. On the CPU they
+    gather everything, since gloo had no all-to-all."""
+    before = _placement_types.shard_dim_alltoall
+
+    def all_to_all(tensor: torch.Tensor, gathered: int, sharded: int, mesh: _DeviceMesh, dim: int) -> torch.Tensor:
+        group = group_name_of(mesh.get_group(dim))
+        return torch.ops._dtensor.shard_dim_alltoall(tensor, gathered, sharded, group)
+
+    _placement_types.shard_dim_alltoall = all_to_all
+    try:
+        yield
+    finally:
+        _placement_types.shard_dim_alltoall = before
 
 
 @contextlib.contextmanager

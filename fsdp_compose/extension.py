@@ -46,7 +46,6 @@ from .core.flat import MESH_ATTRIBUTE as MESH_ATTRIBUTE
 from .core.flat import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 
 # ---- Flat parameters
-from .core.flat import CPUOffloadPolicy as CPUOffloadPolicy
 from .core.flat import End as End
 from .core.flat import FlatLayout as FlatLayout
 from .core.flat import FlatParamHandle as FlatParamHandle

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_compose import fully_shard
@@ -118,6 +118,86 @@ class Block(nn.Module):
         """Away from experts that got more than the mean of ``counts``, those of all data ranks."""
         self.bias += 0.1 * (counts.mean() - counts).sign()
         self.counts.zero_()
+
+
+class ChoosingBlock(nn.Module):
+    """Experts that choose tokens, as many each: no size depends on a router, as in a dry run.
+
+    Attributes:
+        way: how tokens go to their experts: by ``torch.distributed``, by functional collectives or as a DTensor.
+    """
+
+    def __init__(self, dim: int, num_experts: int, ep: DeviceMesh, way: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.up = nn.Parameter(torch.empty(num_experts, dim, 4 * dim))
+        self.down = nn.Parameter(torch.empty(num_experts, 4 * dim, dim))
+        for name in ("up", "down"):
+            setattr(self, name, nn.Parameter(distribute_tensor(getattr(self, name).detach(), ep, [Shard(0)])))
+        self.ep, self.way = ep, way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        num_experts, num_ranks = len(self.router.weight), self.ep.size()
+        chosen = self.router(rows).topk(len(rows) // num_experts, dim=0).indices.t().contiguous()  # of each expert
+        if self.way == "dtensor":
+            y = DTensor.from_local(rows[chosen], self.ep, [Shard(1)]).redistribute(placements=[Shard(0)]).to_local()
+            y = DTensor.from_local(self.experts(y), self.ep, [Shard(0)]).redistribute(placements=[Shard(1)]).to_local()
+        else:
+            here = num_experts // num_ranks, num_ranks, chosen.shape[1], x.shape[-1]
+            y = self.exchanged(rows[chosen]).view(num_ranks, here[0], *here[2:]).transpose(0, 1).flatten(1, 2)
+            y = self.exchanged(self.experts(y).view(here).transpose(0, 1).contiguous().flatten(0, 1))
+        return x + torch.zeros_like(rows).index_add(0, chosen.flatten(), y.flatten(0, 1)).view_as(x)
+
+    def experts(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(F.silu(torch.bmm(x, self.up.to_local())), self.down.to_local())
+
+    def exchanged(self, x: torch.Tensor) -> torch.Tensor:
+        """An equal part of the rows for each rank."""
+        group = self.ep.get_group()
+        if self.way == "functional":
+            sizes = [len(x) // self.ep.size()] * self.ep.size()
+            return all_to_all_single_autograd(x, sizes, sizes, group)
+        return _Exchange.apply(x, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, received = group, torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.apply(grad.contiguous(), ctx.group), None
+
+
+class Choosing(nn.Module):
+    def __init__(self, ep: DeviceMesh, way: str, dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, dim), nn.Linear(dim, 512)
+        self.blocks = nn.ModuleList(ChoosingBlock(dim, num_experts, ep, way) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def choosing(
+    way: str, ep_size: int, shards: bool = True, dim: int = 64, num_experts: int = 8, length: int = 128
+) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """A mixture for ``plan`` on a mesh of (fsdp, ep), and its loss. ``shards``: it is sharded over all ranks."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // ep_size, ep_size), mesh_dim_names=("fsdp", "ep"))
+    model = Choosing(mesh["ep"], way, dim, num_experts)
+    data = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    for module in (*model.blocks, model) if shards else ():
+        fully_shard(module, mesh=data)
+    tokens = torch.zeros(4, length, dtype=torch.int64)
+    return model, lambda model: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 class Mixture(nn.Module):

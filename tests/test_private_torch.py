@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed._mesh_layout as _mesh_layout
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable import contract
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as consolidation
 from torch.distributed.checkpoint import planner_helpers
@@ -1152,6 +1153,47 @@ def test_group_name_of():
         assert isinstance(_torch.group_name_of(dist.group.WORLD), str)
 
 
+def test_namespaces_of_collectives():
+    names = "alltoall_base_", "all_to_all_single", "shard_dim_alltoall"
+    for namespace, name in zip(_torch.namespaces_of_collectives, names, strict=True):
+        assert getattr(getattr(torch.ops, namespace), name).default.namespace == namespace
+    assert _torch.functional_collectives().name == _torch.namespaces_of_collectives[1]
+
+
+def test_process_group_of():
+    """Operations take a group as an object, boxed, or by its name."""
+    with fake_process_group(world_size=2):
+        group, seen = dist.group.WORLD, []
+
+        class Seen(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                names = [item.name for item in func._schema.arguments]
+                seen.extend(args[names.index(name)] for name in ("process_group", "group_name") if name in names)
+                return func(*args, **(kwargs or {}))
+
+        x = torch.ones(2)
+        with Seen():
+            dist.all_reduce(x)
+            _torch.functional_collectives().all_reduce(x, "sum", _torch.group_name_of(group))
+        assert len(seen) == 2 and all(_torch.process_group_of(item).size() == 2 for item in (*seen, group))
+
+
+def test_all_to_all_on_cpu():
+    with fake_process_group(world_size=2):
+        placed, names = DTensor.from_local(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(1)]), []
+
+        class Skipped(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func.namespace != "_dtensor":
+                    return NotImplemented if DTensor in types else func(*args, **(kwargs or {}))
+                names.append(func._schema.name)
+                return func(torch.empty_like(args[0], device="meta"), *args[1:])
+
+        with _torch.all_to_all_on_cpu(), Skipped():
+            assert placed.redistribute(placements=[Shard(0)]).to_local().shape == (2, 4)
+        assert names == ["_dtensor::shard_dim_alltoall"]
+
+
 def test_register_work():
     x = torch.zeros(2)
     _torch.register_work(x, _torch.WorkOfGraph(lambda: x.add_(1), x))
@@ -1933,6 +1975,12 @@ def test_is_part_of_multi_grad_hook() -> None:
 def test_is_wrapper() -> None:
     assert _torch.is_wrapper(TwoTensor(torch.ones(2), torch.ones(2)))
     assert not _torch.is_wrapper(nn.Parameter(torch.ones(2)))
+
+
+def test_is_fake() -> None:
+    with FakeTensorMode():
+        made = torch.ones(2)
+    assert _torch.is_fake(type(made)) and not _torch.is_fake(DTensor)
 
 
 def test_make_wrapper() -> None:

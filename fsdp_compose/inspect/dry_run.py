@@ -13,22 +13,29 @@ from threading import get_ident
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from .._torch import (
     DispatchMode,
+    all_to_all_on_cpu,
     current_graph_task_id,
     flex_attention_by,
+    functional_collectives,
     is_composite,
+    is_fake,
     is_wrapper,
+    namespaces_of_collectives,
     overload_packet,
+    process_group_of,
     simplified,
     storage_id,
 )
-from .plan_report import ACTIVATIONS, GATHERED, KINDS, OTHER, TEMPORARY, Moment
-from .step_events import Operation, StepEvent, operation_of
+from ..extension import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Work
+from .plan_report import ACTIVATIONS, GATHERED, KINDS, OTHER, TEMPORARY, CollectiveFacts, Moment
+from .step_events import Operation, StepEvent, nbytes_of, operation_of
 
 # ---- The ledger: allocations and frees of a run, in order, and the bytes of each kind at each moment.
 #
@@ -229,21 +236,26 @@ def _operation(func: Any) -> _Operation:
 _ELEMENT_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+Take = Callable[[CollectiveFacts, dist.ProcessGroup], Work]
+
+
 class DryRun(DispatchMode):
     """A dispatch mode that skips the kernels of operations on CPU tensors.
 
     Args:
         ledger: tracks storages.
         note: called every now and then with the number of operations so far.
+        take: called with each collective of the model itself and its process group; returns its work.
 
     Attributes:
         computed: operations that had to be computed because torch cannot infer their output shapes.
         num_products: matrix products, convolutions and attentions so far.
     """
 
-    def __init__(self, ledger: Ledger, note: Callable[[int], None]) -> None:
+    def __init__(self, ledger: Ledger, note: Callable[[int], None], take: Take) -> None:
         super().__init__()
-        self._ledger, self._note = ledger, note
+        self._ledger, self._note, self._take = ledger, note, take
+        self._in_flight: dict[int, Work] = {}  # by the storages of their results
         self._num_operations = 0
         # By operation and arguments, since layers repeat the same ones: results, as meta tensors; and what is noted.
         self._shapes: dict[Hashable, Any] = {}
@@ -253,6 +265,8 @@ class DryRun(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_fake, types)):
+            return func(*args, **kwargs)  # how DTensors find out the shapes of results
         if any(item.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for item in types):
             return NotImplemented  # DTensors and the like: operations on their inner tensors come back here
         tensors = _tensors((args, kwargs))
@@ -269,12 +283,36 @@ class DryRun(DispatchMode):
             if result is not NotImplemented:
                 return result
         if operation.is_view or func.namespace == "c10d":
-            return self._done(func, args, kwargs)
+            result = self._done(func, args, kwargs)
+            if func.namespace in namespaces_of_collectives:
+                self._collective(func, args, result)
+            return result
         # Integers are promoted to the default dtype.
         key = func, _key_of((args, kwargs)), torch.get_default_dtype()
         result = self._run(func, operation, args, kwargs, tensors, key)
-        self._note_event(func, operation, args, kwargs, result, key)
+        if func.namespace in namespaces_of_collectives:
+            self._collective(func, args, result)
+        else:
+            self._note_event(func, operation, args, kwargs, result, key)
         return result
+
+    def _collective(self, func: Any, args: Any, result: Any) -> None:
+        """Note a collective that the model itself calls, or its wait for one. Works of asynchronous ones are no
+        operations: they count as if they were waited for at once, but for those that return their results."""
+        if func._schema.name.endswith("wait_tensor"):
+            work = self._in_flight.pop(storage_id(result.untyped_storage()), None)
+            if work is not None:
+                work.wait()
+        found = _collective_of(func, args, result)
+        if found is None:
+            return
+        work, made = self._take(*found), _tensors(args[0] if func.namespace == "c10d" else result)
+        for item in made if found[0].kind == ALL_TO_ALL else ():
+            self._ledger.lose_values(item)
+        if func.namespace != functional_collectives().name:
+            work.wait()
+            return
+        self._in_flight |= {storage_id(item.untyped_storage()): work for item in made}
 
     def _note_event(self, func: Any, operation: _Operation, args: Any, kwargs: Any, result: Any, key: Hashable) -> None:
         """Add what the operation does to the step's events."""
@@ -386,10 +424,35 @@ def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
 _HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but on meta only in bfloat16
 
 
+def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, dist.ProcessGroup] | None:
+    """Describe a collective that the model itself calls, and say of which process group; ``None``: it is none. Every
+    rank is taken to send as much as this one, and an equal part to each."""
+    name = func._schema.name.partition("::")[2].replace("_", "")
+    kind = next((kind for part, kind in _COLLECTIVES.items() if part in name), None)
+    if func.namespace not in namespaces_of_collectives or kind is None:
+        return None
+    names = [item.name for item in func._schema.arguments]
+    is_in_place = "process_group" in names
+    group = process_group_of(args[names.index("process_group" if is_in_place else "group_name")])
+    given, made = args[is_in_place and kind != ALL_REDUCE], args[0] if is_in_place else result
+    sent, num_ranks = nbytes_of(_tensors(given)), group.size()
+    if kind == ALL_TO_ALL:
+        facts = CollectiveFacts(kind, group.group_desc, sent * num_ranks, num_ranks, sent - sent // num_ranks)
+    else:
+        facts = CollectiveFacts(kind, group.group_desc, max(sent, nbytes_of(_tensors(made))), num_ranks)
+    return facts, group
+
+
+_COLLECTIVES = {  # by a part of the names of torch's operations, without underscores
+    "alltoall": ALL_TO_ALL, "allgather": ALL_GATHER, "reducescatter": REDUCE_SCATTER, "allreduce": ALL_REDUCE,
+}  # fmt: skip
+
+
 @contextmanager
 def kernels_of_devices() -> Iterator[None]:
     """On this thread, let RMSNorm be one operation that keeps its input and a number for each row, as on accelerators;
-    on the CPU it is several, which keep more. FlexAttention, which has no backward there, is an attention to all."""
+    on the CPU it is several, which keep more. FlexAttention, which has no backward there, is an attention to all, and
+    DTensors exchange parts by all-to-alls."""
     on_cpu, thread = torch.rms_norm, get_ident()
 
     def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
@@ -401,7 +464,7 @@ def kernels_of_devices() -> Iterator[None]:
     # Not a mode for torch functions: none is active while autograd recomputes a checkpointed forward.
     torch.rms_norm = rms_norm
     try:
-        with flex_attention_by(F.scaled_dot_product_attention):
+        with flex_attention_by(F.scaled_dot_product_attention), all_to_all_on_cpu():
             yield
     finally:
         torch.rms_norm = on_cpu

@@ -34,7 +34,7 @@ from ..extension import (
 from ..optim import Matrixwise, Muon
 from .describe import collect
 from .diagnose import find_unreduced_parameters
-from .dry_run import DryRun, Ledger, kernels_of_devices
+from .dry_run import DryRun, Ledger, Take, kernels_of_devices
 from .plan_report import (
     ACTIVATIONS,
     GATHERED,
@@ -50,9 +50,6 @@ from .plan_report import (
 from .step_events import BACKWARD, FORWARD, STEP, Issue, Wait
 
 # ---- The transport of a dry run: records collectives and moves no data.
-
-
-Take = Callable[[CollectiveFacts, dist.ProcessGroup], Work]
 
 
 class NothingMoves(Transport):
@@ -189,7 +186,7 @@ class _Simulation:
     def __init__(self, world_size: int, note: Callable[[str], None], without_sync: WithoutSync | None) -> None:
         self._world_size, self._note, self._without_sync = world_size, note, without_sync
         self._ledger = Ledger()
-        self._mode = DryRun(self._ledger, self._tell)
+        self._mode = DryRun(self._ledger, self._tell, self._take)
         self._doing = ""
         self._began = time.monotonic()
         self._works: list[_Work] = []

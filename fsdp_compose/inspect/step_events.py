@@ -103,10 +103,10 @@ def operation_of(
     given, made = flatten((args, kwargs)), flatten(result)
     listed = flatten(args[0]) if name != full_name and full_name[1:].startswith(_OF_LISTS) else []
     if name in _GATHERING:  # reads a row of a table for each row of the result
-        nbytes = 2 * _bytes_of(made)
+        nbytes = 2 * nbytes_of(made)
     else:
-        written = _bytes_of(made or listed)
-        nbytes = _bytes_of(given) + (0 if name in _OVERWRITING else written)
+        written = nbytes_of(made or listed)
+        nbytes = nbytes_of(given) + (0 if name in _OVERWRITING else written)
     first = (given or made)[0] if given or made else torch.empty(0)
     is_of_torch = func.namespace.lstrip("_") in _OF_TORCH
     is_attention = (_ATTENTION_OF_TORCH if is_of_torch else _ATTENTIONS).search(func._schema.name) is not None
@@ -145,7 +145,7 @@ _OF_LISTS = ("foreach_", "fused_")
 _OVERWRITING = {"copy_", "zero_", "fill_"}  # they do not read what they write
 
 
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(item.numel() * item.element_size() for item in tensors)
 
 

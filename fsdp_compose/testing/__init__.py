@@ -8,7 +8,7 @@ that overlaps in it (``trace(model).text(times=False)``), as text.
 
     losses = run_on_ranks(2, two_steps, timeout=60)    # one result per rank, or one error that names each rank
 
-Nothing else in the package imports this wing."""
+``calibrate`` measures with its ranks; nothing else in the package imports this wing."""
 
 from ..inspect import record_collectives as record_collectives
 from ..inspect import trace as trace

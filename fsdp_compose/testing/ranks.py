@@ -1,6 +1,6 @@
 """Run functions on several ranks of a gloo process group, with one readable failure if they fail.
 
-For tests; nothing else in the package imports it. The processes are forked from a server that has imported torch, so
+For tests, and for measurements of a machine. The processes are forked from a server that has imported torch, so
 they start fast, and they always end. A single process can also simulate one rank of many (``simulated_ranks``).
 
 ``Ranks`` starts its processes once, sends each its tasks through a pipe, and reads reports back. The process that
@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -71,13 +72,22 @@ def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkSer
     }
     FORKS.set_forkserver_preload(_preloaded)
     process = FORKS.Process(target=_process_main, args=(str(output), target, *arguments))
-    with mock.patch.dict(os.environ, environment):
-        process.start()
+    # Ctrl-C goes to all processes of a terminal. The server and its processes inherit that it is blocked; the process
+    # that tracks resources would unblock it if it were started in between.
+    resource_tracker.ensure_running()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with mock.patch.dict(os.environ, environment):
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return process
 
 
 def _process_main(output: str, target: Callable[..., None], *arguments: Any) -> None:
     os.setsid()  # Ctrl-C does not reach this process, and ``end`` ends it together with its children
+    if not Path(output).parent.is_dir():  # the start was interrupted, and nobody knows this process
+        os._exit(1)
     with open(output, "wb") as file:
         for standard in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), standard.fileno())

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import MisuseError
 from ..inspect import Operation, Report, Section, StepEvent, as_text, bytes_of, save_figure
 from .hardware import BUSY, Hardware
 from .schedule import COMPUTE, Schedule, schedule
@@ -125,27 +126,20 @@ class Tuning:
         """Format the best settings as a table, with what would change the choice, and the code of the first."""
         return as_text(_report_of(self))
 
+    __str__ = text
+
     def json(self) -> str:
         """Return everything as JSON, for programs."""
-        best = self.best
-        return json.dumps(
-            {
-                "model": self.model,
-                "world_size": self.world_size,
-                "node_size": self.node_size,
-                "max_memory": self.max_memory,
-                "hardware": self.hardware.device.name,
-                "is_compiled": self.is_compiled,
-                "num_groups": self.num_groups,
-                "measured": self.measured,
-                "results": [_plain(result) for result in self.results],
-                "tied": len(self.tied),
-                "default": {**_plain(self.default), "fits": self.default_fits},
-                "rejected": [{**asdict(item.setting), "why": item.why} for item in self.rejected],
-                "code": best.code if best is not None else None,
-            },
-            indent=1,
-        )
+        names = ("model", "world_size", "node_size", "max_memory", "is_compiled", "num_groups", "measured")
+        found = {
+            "hardware": self.hardware.device.name,
+            "results": [_plain(result) for result in self.results],
+            "tied": len(self.tied),
+            "default": {**_plain(self.default), "fits": self.default_fits},
+            "rejected": [{**asdict(item.setting), "why": item.why} for item in self.rejected],
+            "code": self.best.code if self.best is not None else None,
+        }
+        return json.dumps({name: getattr(self, name) for name in names} | found, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Draw memory against time of all settings, and what the best one does when, into a ``.png``, ``.svg`` or
@@ -157,27 +151,14 @@ class Tuning:
         """
         _save_picture(self, Path(path))
 
-    def __str__(self) -> str:
-        return self.text()
-
 
 def predict(
-    setting: Setting,
-    events: Sequence[StepEvent],
-    hardware: Hardware,
-    is_compiled: bool,
-    factor: float = 1.0,
-    keeps_spans: bool = False,
+    setting: Setting, events: Sequence[StepEvent], hardware: Hardware, *, factor: float = 1.0, **options: Any
 ) -> Schedule:
-    times = schedule(
-        events,
-        hardware.device,
-        hardware.network,
-        num_batches=setting.num_batches,
-        is_offloaded=setting.is_offloaded,
-        is_compiled=is_compiled,
-        keeps_spans=keeps_spans,
-    )
+    """Predict a setting's times; ``options`` are those of ``schedule``."""
+    batches, is_offloaded = setting.num_batches, setting.is_offloaded
+    machine = hardware.device, hardware.network
+    times = schedule(events, *machine, num_batches=batches, is_offloaded=is_offloaded, **options)
     return times if factor == 1.0 else times.stretched(factor)
 
 
@@ -261,11 +242,8 @@ def _row(number: str, row: Sequence[Result], unit: float) -> list[str]:
 
 
 def _unit_of(seconds: Sequence[float]) -> tuple[float, str]:
-    return next(
-        (unit, name)
-        for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-        if max(seconds) >= 2 * unit or unit < 1e-3
-    )
+    longest = max(seconds)
+    return (1.0, "s") if longest >= 2 else (1e-3, "ms") if longest >= 2e-3 else (1e-6, "us")
 
 
 def _seconds(seconds: float) -> str:
@@ -350,8 +328,6 @@ def _assumptions(tuning: Tuning) -> Iterator[str]:
 
 
 def _save_picture(tuning: Tuning, path: Path) -> None:
-    from ..errors import MisuseError
-
     best = tuning.best
     if best is None:
         raise MisuseError(f"{path}: nothing fits, so there is nothing to draw")
@@ -359,9 +335,9 @@ def _save_picture(tuning: Tuning, path: Path) -> None:
     def draw(figure: Any) -> None:
         upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
         _draw_settings(upper, tuning, best)
-        _draw_schedule(
-            lower, predict(best.setting, best.events, tuning.hardware, tuning.is_compiled, tuning.factor, True)
-        )
+        options = {"is_compiled": tuning.is_compiled, "keeps_spans": True}
+        times = predict(best.setting, best.events, tuning.hardware, factor=tuning.factor, **options)
+        _draw_schedule(lower, times)
 
     save_figure(path, (11.0, 7.0), draw)
 

@@ -14,27 +14,24 @@ import math
 import os
 import platform
 import random
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
 from ..inspect import plan, simulate
-from .fitting import CPU, WALL, Sample, busy_of, fitted_device, fitted_network, with_host
+from ..testing import Ranks, RanksFailed
+from .fitting import CPU, WALL, busy_of, fitted_device, fitted_network, with_host
 from .hardware import BUSY, Hardware
-from .workload import GPU_WORKLOAD, Action, Workload, actions_of, tiny_model, tiny_optimizer, tiny_sharded_model
+from .workload import GPU_WORKLOAD, Sample, Workload, actions_of, tiny_model, tiny_optimizer, tiny_sharded_model
 
 Note: TypeAlias = Callable[[str], None]
 
@@ -89,10 +86,15 @@ def calibrate(
     note("simulating steps of a tiny model")
     alone = simulate(partial(tiny_model, cpu), make_optimizer, 1, lambda _: None).events
     sharded = plan(partial(tiny_sharded_model, cpu), processes, optimizer_of=make_optimizer).worlds[0].events
-    note(f"starting {processes} process{'es' if processes > 1 else ''}")
     workload = workload or (GPU_WORKLOAD if is_cuda else Workload())
-    job = _Job(processes, threads, rounds, (*dtypes,), workload, is_cuda)
-    samples = _run_ranks(job, note, begun + time_limit)
+    note(f"starting {processes} process{'es' if processes > 1 else ''}")
+    try:
+        with Ranks(processes) as ranks:
+            note("measuring")
+            arguments, left = (threads, rounds, (*dtypes,), workload, is_cuda), begun + time_limit - time.monotonic()
+            samples = ranks.run(_measure, *arguments, timeout=max(0.0, left), name="calibrate")[0]
+    except RanksFailed as error:
+        raise RuntimeError(str(error)) from None
     busy = 0.0 if is_cuda else busy_of(samples, threads)
     if busy > most_busy and clock == WALL and processes * threads <= _num_cores():  # CPU time is right on a busy one
         raise MisuseRuntimeError(
@@ -158,117 +160,43 @@ def _capacity(is_cuda: bool, processes: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
 
 
-# ---- The ranks
-
-
-@dataclass(frozen=True)
-class _Job:
-    processes: int
-    threads: int
-    rounds: int
-    dtypes: tuple[torch.dtype, ...]
-    work: Workload
-    is_cuda: bool
-
-
-def _run_ranks(job: _Job, note: Note, deadline: float) -> list[Sample]:
-    """Measure in several processes, which end with this call, however it ends."""
-    context = mp.get_context("spawn")
-    reports = context.SimpleQueue()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        context.Process(target=_rank_main, args=(rank, store.port, job, reports), daemon=True)
-        for rank in range(job.processes)
-    ]
-    try:
-        _start(ranks)
-        while True:
-            # Looked at before the reports: what a process has put, it has put before it ended.
-            has_ended = any(process.exitcode is not None for process in ranks)
-            if not reports.empty():
-                what, value = reports.get()
-                if what == "samples":
-                    return [*value]
-                if what == "failed":
-                    raise RuntimeError(f"calibrate: {_died(ranks) or value}")
-                note(value)
-            elif has_ended:
-                raise RuntimeError(f"calibrate: {_died(ranks)}")
-            elif time.monotonic() > deadline:
-                raise RuntimeError("calibrate: the time is over; has the machine a core for each process?")
-            else:
-                time.sleep(0.05)
-    finally:
-        for process in ranks:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-
-
-def _died(ranks: Sequence[Any]) -> str:
-    """Which rank has died without a report, perhaps a moment ago: others fail for that, and may be faster to say so."""
-    for rank, process in enumerate(ranks):
-        process.join(0.1)
-        if process.exitcode:
-            return f"rank {rank} has died (exit status {process.exitcode})"
-    return ""
-
-
-def _start(processes: Sequence[Any]) -> None:
-    # Ctrl-C goes to all processes of a terminal. The ranks inherit that it is blocked: this process ends them.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        for process in processes:
-            process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _rank_main(rank: int, port: int, job: _Job, reports: Any) -> None:
-    parent = mp.parent_process()
-    assert parent is not None, "this process was spawned"
-    try:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        device = torch.device("cuda", rank) if job.is_cuda else torch.device("cpu")
-        if job.is_cuda:
-            torch.cuda.set_device(device)
-        else:
-            torch.set_num_threads(job.threads)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("nccl" if job.is_cuda else "gloo", store=store, rank=rank, world_size=job.processes)
-        samples = _measure(job, device, (lambda line: reports.put(("note", line))) if rank == 0 else (lambda _: None))
-        if rank == 0:
-            reports.put(("samples", samples))
-        parent.join()  # it ends this process; connections that close earlier look like a failure to other ranks
-    except BaseException:
-        reports.put(("failed", f"rank {rank} failed:\n{traceback.format_exc()}"))  # and this process ends with status 0
-
-
-def _measure(job: _Job, device: torch.device, note: Note) -> list[Sample]:
+def _measure(threads: int, rounds: int, dtypes: Sequence[torch.dtype], work: Workload, is_cuda: bool) -> list[Sample]:
+    """Ranks: all that measure."""
+    if hasattr(os, "SCHED_OTHER"):  # as training runs; processes of ``testing`` do not
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    rank, group = dist.get_rank(), dist.group.WORLD
+    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+        group = dist.new_group(backend="nccl")
+    else:
+        torch.set_num_threads(threads)
+    assert group is not None, "ranks are in a process group"
     torch.manual_seed(0)
-    actions = [*actions_of(job.work, job.dtypes, device)]
-    wait: Callable[[], None] = torch.cuda.synchronize if job.is_cuda else (lambda: None)
+    actions = [*actions_of(work, dtypes, device, group)]
+    wait: Callable[[], None] = torch.cuda.synchronize if is_cuda else (lambda: None)
     taken = torch.empty(0)
     for _ in range(2):  # the first one initializes things
-        taken = torch.tensor([_time(action, wait)[0] for action in actions], device=device)
+        taken = torch.tensor([_time(action, wait)[0] for action in actions])
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     for action, seconds in zip(actions, taken.tolist(), strict=True):
-        action.repeats = min(max(1, math.ceil(job.work.seconds / seconds)), 500)
+        action.repeats = min(max(1, math.ceil(work.seconds / seconds)), 500)
     gc.collect()
     gc.freeze()
     times: list[list[tuple[float, float]]] = [[] for _ in actions]
     order, shuffled = [*range(len(actions))], random.Random(0)  # the same on all ranks
-    for number in range(job.rounds):
-        note(f"measuring, round {number + 1} of {job.rounds}")
+    for _ in range(rounds):
         shuffled.shuffle(order)
         for i in order:
             times[i].append(_time(actions[i], wait))
-    medians = torch.tensor([[*map(median, zip(*each, strict=True))] for each in times], device=device)
+    medians = torch.tensor([[*map(median, zip(*each, strict=True))] for each in times])
     dist.all_reduce(medians)
-    return [_sample(action, *both) for action, both in zip(actions, (medians / job.processes).tolist(), strict=True)]
+    means = (medians / dist.get_world_size()).tolist()
+    # What they run is not for other processes.
+    return [replace(one, run=object, wall=wall, cpu=cpu) for one, (wall, cpu) in zip(actions, means, strict=True)]
 
 
-def _time(action: Action, wait: Callable[[], None]) -> tuple[float, float]:
+def _time(action: Sample, wait: Callable[[], None]) -> tuple[float, float]:
     """The seconds of the clock and of the CPU that an action takes."""
     dist.barrier()
     action.run()  # warms caches
@@ -278,7 +206,3 @@ def _time(action: Action, wait: Callable[[], None]) -> tuple[float, float]:
         action.run()
     wait()
     return (time.perf_counter() - wall) / action.repeats, (time.process_time() - cpu) / action.repeats
-
-
-def _sample(action: Action, wall: float, cpu: float) -> Sample:
-    return Sample(action.name, wall, cpu, action.operation, action.nbytes)

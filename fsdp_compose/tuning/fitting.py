@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -13,28 +13,9 @@ from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ..inspect import Issue, Operation, StepEvent
 from .hardware import Curve, Device, Level, Network
 from .schedule import schedule
-from .workload import BESIDE, NUM_GATHERS, NUM_PRODUCTS, NUM_TINY, STEP_ALONE, STEP_SHARDED, TINY
+from .workload import BESIDE, NUM_GATHERS, NUM_PRODUCTS, NUM_TINY, STEP_ALONE, STEP_SHARDED, TINY, Sample
 
 WALL, CPU = "wall", "cpu"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """How long something takes.
-
-    Attributes:
-        name, operation, nbytes: see ``Action``.
-        wall, cpu: seconds of the clock, and of all threads of the process.
-    """
-
-    name: str
-    wall: float
-    cpu: float
-    operation: Operation | None = None
-    nbytes: int = 0
-
-    def seconds(self, clock: str) -> float:
-        return self.cpu if clock == CPU else self.wall
 
 
 def busy_of(samples: Sequence[Sample], threads: int) -> float:

@@ -356,11 +356,8 @@ def _numbers(path: Any, where: str, value: Any) -> list[float]:
         return []
     several = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
     is_right = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in several)
-    if (
-        not is_right
-        or (isinstance(value, (list, dict)) != (name in _LISTS))
-        or _LISTS.get(name) not in (None, 0, len(several))
-    ):
+    is_list = isinstance(value, (list, dict))
+    if not is_right or is_list != (name in _LISTS) or _LISTS.get(name) not in (None, 0, len(several)):
         what = f"{_LISTS[name] or ''} numbers".strip() if name in _LISTS else "a number"
         raise MisuseError(f"hardware {path}: {where}: expected {what}, got {value!r}")
     return several
@@ -381,37 +378,41 @@ BUSY = 1.2  # wall time by CPU time of what was measured, above which something 
 SOFTWARE = ("2024", "2026")
 """Generations of training software: runs that were published in 2023 and 2024, and those of 2026."""
 COMPARED = "of 36 published runs that chose none of its rates, half are predicted within 3 %, three quarters within 7 %"
-_PRODUCTS = {"2024": {"h100": 0.66, "h200": 0.66}, "2026": {"h100": 0.75, "h200": 0.75}}  # of the peak; others: below
 _EAGER = {"2024": 2.0, "2026": 1.0}  # fms-fsdp gained 1.23 and 1.28 by compiling, this package's Llama of 2026 1.03
 _BESIDE = 1.25
 
+# By data sheets: TFLOP/s in half precisions and in fp32 without reduced products; GB/s of memory, GB; GB/s of links and
+# of the network card; TFLOP/s of attention, forward and backward. Then the part of the peak that products reach, by
+# software; how many times as long operations take beside a collective; and whether published runs were compared.
+_SHEETS: Mapping[str, tuple[Any, ...]] = {
+    "a100": (
+        "A100 SXM 80 GB", "NVIDIA's data sheet of the A100 80GB; DGX A100: 8 cards of 200 Gb/s",
+        312, 19.5, 2039, 80, 300, 25, (190, 170), (0.8, 0.8), _BESIDE, True,
+    ),
+    "h100": (
+        "H100 SXM 80 GB", "NVIDIA's data sheet of the H100; DGX H100: 8 cards of 400 Gb/s",
+        989, 67, 3350, 80, 450, 50, (350, 280), (0.66, 0.75), _BESIDE, True,
+    ),
+    "h200": (
+        "H200 SXM 141 GB", "NVIDIA's data sheet of the H200; DGX H200: 8 cards of 400 Gb/s",
+        989, 67, 4800, 141, 450, 50, (350, 280), (0.66, 0.75), _BESIDE, True,
+    ),
+    "b200": (
+        "B200 SXM 180 GB", "NVIDIA's data sheet of the HGX B200 (1,000 W); DGX B200: 8 cards of 400 Gb/s",
+        2250, 80, 8000, 180, 900, 50, (800, 640), (0.7, 0.7), _BESIDE, False,
+    ),
+    "mi300x": (
+        "MI300X 192 GB", "AMD's data sheet of the MI300X: 7 links of 64 GB/s; 8 cards of 400 Gb/s",
+        1307, 163, 5300, 192, 448, 50, (350, 280), (0.5, 0.5),
+        1.41, False,  # RCCL's all-gathers, by github.com/ROCm/mori pull request 200
+    ),
+}  # fmt: skip
 
-def _preset(
-    key: str,
-    software: str,
-    name: str,
-    source: str,
-    *,
-    peak: float,
-    single: float,
-    memory: float,
-    capacity: float,
-    link: float,
-    card: float,
-    attention: tuple[float, float],
-    products: float = 0.7,
-    beside: float = _BESIDE,
-    is_compared: bool = True,
-) -> Hardware:
-    """
-    Args:
-        peak, single: TFLOP/s in half precisions, and in fp32 without reduced products.
-        memory, link, card: GB/s.
-        capacity: GB.
-        attention: TFLOP/s, forward and backward.
-    """
-    peaks = {"bfloat16": peak * 1e12, "float16": peak * 1e12, "float32": single * 1e12}
-    reached = _PRODUCTS[software].get(key, products)
+
+def _preset(key: str, software: str) -> Hardware:
+    name, source, half, single, memory, capacity, link, card, attention, products, beside, is_compared = _SHEETS[key]
+    peaks = {"bfloat16": half * 1e12, "float16": half * 1e12, "float32": single * 1e12}
+    reached = products[SOFTWARE.index(software)]
     device = Device(
         name,
         f"{source}; {f'software of {software}: {COMPARED}' if is_compared else 'no run was compared with it'}",
@@ -427,30 +428,7 @@ def _preset(
     return Hardware(device, Network((Level(8, 0.75 * link * 1e9, 3.4e-6), Level(0, 0.75 * card * 1e9, 9.6e-6))))
 
 
-_SHEETS: Mapping[str, Mapping[str, Any]] = {
-    "a100": dict(
-        name="A100 SXM 80 GB", source="NVIDIA's data sheet of the A100 80GB; DGX A100: 8 cards of 200 Gb/s",
-        peak=312, single=19.5, memory=2039, capacity=80, link=300, card=25, attention=(190, 170), products=0.8,
-    ),
-    "h100": dict(
-        name="H100 SXM 80 GB", source="NVIDIA's data sheet of the H100; DGX H100: 8 cards of 400 Gb/s",
-        peak=989, single=67, memory=3350, capacity=80, link=450, card=50, attention=(350, 280),
-    ),
-    "h200": dict(
-        name="H200 SXM 141 GB", source="NVIDIA's data sheet of the H200; DGX H200: 8 cards of 400 Gb/s",
-        peak=989, single=67, memory=4800, capacity=141, link=450, card=50, attention=(350, 280),
-    ),
-    "b200": dict(
-        name="B200 SXM 180 GB", source="NVIDIA's data sheet of the HGX B200 (1,000 W); DGX B200: 8 cards of 400 Gb/s",
-        peak=2250, single=80, memory=8000, capacity=180, link=900, card=50, attention=(800, 640), is_compared=False,
-    ),
-    "mi300x": dict(
-        name="MI300X 192 GB", source="AMD's data sheet of the MI300X: 7 links of 64 GB/s; 8 cards of 400 Gb/s",
-        peak=1307, single=163, memory=5300, capacity=192, link=448, card=50, attention=(350, 280), products=0.5,
-        beside=1.41, is_compared=False,  # RCCL's all-gathers, by github.com/ROCm/mori pull request 200
-    ),
-}  # fmt: skip
-PRESETS: Mapping[str, Hardware] = {key: _preset(key, SOFTWARE[-1], **sheet) for key, sheet in _SHEETS.items()}
+PRESETS: Mapping[str, Hardware] = {key: _preset(key, SOFTWARE[-1]) for key in _SHEETS}
 
 
 @checked()
@@ -466,7 +444,7 @@ def hardware_of(text: str, software: str | None = None) -> Hardware:
     if software is not None and software not in SOFTWARE:
         raise MisuseError(f"--software {software}: expected {' or '.join(SOFTWARE)}")
     if text.lower() in _SHEETS:
-        return _preset(text.lower(), software or SOFTWARE[-1], **_SHEETS[text.lower()])
+        return _preset(text.lower(), software or SOFTWARE[-1])
     if not Path(text).is_file():
         raise MisuseError(f"--hardware {text}: expected {', '.join(PRESETS)}, or a file that calibrate has written")
     if software is not None:

@@ -110,15 +110,15 @@ def schedule(
     return clock.result(begun)
 
 
-class _Clock:
-    """Takes the events of a step in order."""
+class _Core:
+    """Takes the events of a step in order, as a CPU does: collectives take the time of the core that computes; on a
+    slow network, bytes travel beside."""
 
-    def __init__(
-        self, device: Device, network: Network, is_offloaded: bool, is_compiled: bool, keeps_spans: bool
-    ) -> None:
+    def __init__(self, device: Device, network: Network, is_offloaded: bool, is_compiled: bool, keeps_spans: bool):
         self._device, self._network, self._is_offloaded, self._keeps_spans = device, network, is_offloaded, keeps_spans
         self._is_compiled = is_compiled
         self._now = 0.0  # when what computes is free
+        self._sent = 0.0  # when the network is free
         self._host = self._compute = self._communication = self._exposed = self._flops = self._peak_seconds = 0.0
         self._ends: dict[int, float] = {}  # of collectives that nobody has waited for
         self._spans: list[Span] = []
@@ -140,10 +140,20 @@ class _Clock:
         return self._now
 
     def _operation(self, event: Operation, is_compiled: bool) -> None:
-        raise NotImplementedError
+        seconds, host = self._device.seconds(event, is_compiled), self._device.host_seconds(is_compiled)
+        self._host += host
+        self._compute += seconds
+        self._now = self._note(COMPUTE, event.name, self._now, self._now + seconds + host)
 
     def _issue(self, event: Issue) -> None:
-        raise NotImplementedError
+        curve = self._device.collectives.get(event.kind)
+        seconds = curve.at(event.nbytes) if curve is not None and len(event.ranks) > 1 else 0.0
+        self._host += self._device.collective
+        self._communication += seconds
+        self._now = self._note(event.kind, event.group, self._now, self._now + seconds + self._device.collective)
+        travels = self._network.seconds(event.kind, event.nbytes, event.ranks, event.sent)
+        self._sent = max(self._sent, self._now) + travels
+        self._ends[event.number] = self._sent
 
     def _wait(self, number: int) -> None:
         self._wait_until(self._ends.pop(number, 0.0))
@@ -166,20 +176,12 @@ class _Clock:
     def result(self, optimizer: float) -> Schedule:
         """Return the times of a step whose optimizer began at ``optimizer``, in seconds."""
         seconds = self.finish()
-        return Schedule(
-            seconds=seconds,
-            compute=self._compute,
-            communication=self._communication,
-            exposed=self._exposed,
-            host=self._host,
-            optimizer=seconds - optimizer,
-            flops=self._flops,
-            mfu=self._peak_seconds / seconds if seconds else 0.0,
-            spans=tuple(self._spans),
-        )
+        mfu = self._peak_seconds / seconds if seconds else 0.0
+        parts = self._compute, self._communication, self._exposed, self._host, seconds - optimizer, self._flops, mfu
+        return Schedule(seconds, *parts, tuple(self._spans))
 
 
-class _Streams(_Clock):
+class _Streams(_Core):
     """An accelerator."""
 
     def __init__(self, *args: Any) -> None:
@@ -241,27 +243,3 @@ class _Streams(_Clock):
         self._reduced.clear()
         self._wait_until(self._link)
         return self._now
-
-
-class _Core(_Clock):
-    """A CPU. Its collectives take the time of the core that computes; on a slow network, bytes travel beside."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._sent = 0.0  # when the network is free
-
-    def _operation(self, event: Operation, is_compiled: bool) -> None:
-        seconds, host = self._device.seconds(event, is_compiled), self._device.host_seconds(is_compiled)
-        self._host += host
-        self._compute += seconds
-        self._now = self._note(COMPUTE, event.name, self._now, self._now + seconds + host)
-
-    def _issue(self, event: Issue) -> None:
-        curve = self._device.collectives.get(event.kind)
-        seconds = curve.at(event.nbytes) if curve is not None and len(event.ranks) > 1 else 0.0
-        self._host += self._device.collective
-        self._communication += seconds
-        self._now = self._note(event.kind, event.group, self._now, self._now + seconds + self._device.collective)
-        travels = self._network.seconds(event.kind, event.nbytes, event.ranks, event.sent)
-        self._sent = max(self._sent, self._now) + travels
-        self._ends[event.number] = self._sent

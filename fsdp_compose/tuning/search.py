@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -134,115 +134,92 @@ def _check_network(machine: Hardware, world_size: int) -> None:
         )
 
 
+@dataclass
 class _Model:
     """Makes the model, for each setting.
 
     Attributes:
+        factory, wrap, mp_policy, batch, seq: see ``tune``.
         num_blocks: how many modules become groups by default; known when the model has been made.
         can_split: whether they have large modules inside.
         codes: the code of the settings that it was made for.
     """
 
-    def __init__(
-        self,
-        factory: Callable[..., Any],
-        wrap: Sequence[str] | None,
-        mp_policy: MixedPrecisionPolicy | None,
-        batch: int | None,
-        seq: int | None,
-    ) -> None:
-        self._factory, self._wrap, self._mp_policy, self._seq = factory, wrap, mp_policy, seq
-        self._takes_batch = seq is None and "batch" in inspect.signature(factory).parameters
-        if batch is not None and seq is None and not self._takes_batch:
+    factory: Callable[..., Any]
+    wrap: Sequence[str] | None
+    mp_policy: MixedPrecisionPolicy | None
+    batch: int | None
+    seq: int | None
+    num_blocks: int = 0
+    can_split: bool = False
+    codes: dict[Setting, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        batch = inspect.signature(self.factory).parameters.get("batch") if self.seq is None else None
+        self.takes_batch = batch is not None
+        if batch is None and self.seq is None and self.batch is not None:
             raise MisuseError("tune(batch=...): the factory has no parameter batch, and there is no seq: leave it out")
-        self.batch = batch
-        if batch is None and self._takes_batch:
-            default = inspect.signature(factory).parameters["batch"].default
-            self.batch = default if isinstance(default, int) else None
-        self.num_blocks, self.can_split = 0, False
-        self.codes: dict[Setting, str] = {}
+        if self.batch is None and batch is not None and isinstance(batch.default, int):
+            self.batch = batch.default
 
     def build(self, device: str, setting: Setting) -> tuple[nn.Module, LossOf]:
         batch = setting.batch
-        factory = partial(self._factory, batch=batch) if self._takes_batch and batch else self._factory
-        is_of_tokens = self._seq is not None
-        model, loss_of = model_of(factory, batch if is_of_tokens else None, self._seq)
+        factory = partial(self.factory, batch=batch) if self.takes_batch and batch else self.factory
+        model, loss_of = model_of(factory, None if self.seq is None else batch, self.seq)
         if states_to_run(model):
             raise MisuseError("tune(): the factory returns an already sharded model: let it return the plain one")
-        blocks = [block for block in modules_to_wrap(model, self._wrap) if block is not model]
+        blocks = [block for block in modules_to_wrap(model, self.wrap) if block is not model]
         self.num_blocks, self.can_split = len(blocks), bool(blocks and large_children(blocks))
-        self.codes[setting] = code_of(setting, model, blocks, self._mp_policy, device)
-        apply_setting(setting, model, blocks, self._mp_policy)
+        self.codes[setting] = code_of(setting, model, blocks, self.mp_policy, device)
+        apply_setting(setting, model, blocks, self.mp_policy)
         return model, loss_of
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What a dry run of a setting found."""
-
-    facts: WorldFacts
-    peak: int  # on the device
+_Run = tuple[WorldFacts, int]  # what a dry run of a setting found, and the peak on the device
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        model: _Model,
-        make_optimizer: OptimizerOf | None,
-        world_size: int,
-        hardware: Hardware,
-        memory: int,
-        is_compiled: bool,
-        accumulates: bool,
-        note: Callable[[str], None],
-    ) -> None:
-        self._model, self._make_optimizer, self._world_size, self._memory = model, make_optimizer, world_size, memory
-        self._hardware, self._is_compiled, self._accumulates, self._note = hardware, is_compiled, accumulates, note
-        self._node = min(hardware.network.levels[0].ranks or world_size, world_size)
-        self._found: dict[Setting, Result] = {}
-        self._rejected: dict[Setting, str] = {}
-        # By what is recomputed, bytes for each sequence; for all, if it is not known how many there are.
-        self._activations: dict[str, float] = {}
-        self._num_runs, self._factor = 0, 1.0
+    model: _Model
+    make_optimizer: OptimizerOf | None
+    world_size: int
+    hardware: Hardware
+    memory: int
+    is_compiled: bool
+    accumulates: bool
+    note: Callable[[str], None]
+    found: dict[Setting, Result] = field(default_factory=dict)
+    rejected: dict[Setting, str] = field(default_factory=dict)
+    # By what is recomputed, bytes for each sequence; for all, if it is not known how many there are.
+    activations: dict[str, float] = field(default_factory=dict)
+    num_runs: int = 0
+    factor: float = 1.0
 
     def run(self, batches: Sequence[int], measured: float | None) -> Tuning:
-        default = Setting("zero3", (self._world_size,), batch=batches[0])
-        first = self._dry_run(default)
+        self.node = min(self.hardware.network.levels[0].ranks or self.world_size, self.world_size)
+        self.default = Setting("zero3", (self.world_size,), batch=batches[0])
+        self.first = self._dry_run(self.default)
         if measured is not None:
-            self._factor = measured / self._result(default, first).times.seconds
-        plain = self._result(default, first)
+            self.factor = measured / self._result(self.default, self.first).times.seconds
         for batch in batches:
             for strategy in self._strategies():
-                for setting in self._first_round(replace(strategy, batch=batch), len(batches) == 1):
-                    self._try(setting, default, first)
-        if not self._found:
-            for setting in self._first_round(replace(default, is_offloaded=True), True):
-                self._try(setting, default, first)
-        if len(batches) > 1 and self._found:
-            self._try_larger_batches(max(batches), default, first)
+                self._try(self._first_round(replace(strategy, batch=batch), len(batches) == 1))
+        if not self.found:
+            self._try(self._first_round(replace(self.default, is_offloaded=True), True))
+        if len(batches) > 1 and self.found:
+            self._try_larger_batches(max(batches))
         for result in self._ranked()[:_NUM_REFINED]:
-            for setting in self._other_groups(result.setting):
-                self._try(setting, default, first)
-        return Tuning(
-            model=first.facts.layout.name,
-            world_size=self._world_size,
-            node_size=self._node,
-            max_memory=self._memory,
-            hardware=self._hardware,
-            is_compiled=self._is_compiled,
-            num_groups=len(first.facts.layout.groups),
-            results=tuple(in_order(self._ranked(), self._hardware, self._memory)),
-            default=plain,
-            rejected=tuple(Rejected(setting, why) for setting, why in self._rejected.items()),
-            num_runs=self._num_runs,
-            measured=measured,
-            factor=self._factor,
-        )
+            self._try(self._other_groups(result.setting))
+        layout, results = self.first[0].layout, in_order(self._ranked(), self.hardware, self.memory)
+        rejected = [Rejected(setting, why) for setting, why in self.rejected.items()]
+        given = layout.name, self.world_size, self.node, self.memory, self.hardware, self.is_compiled
+        found = len(layout.groups), (*results,), self._result(self.default, self.first), (*rejected,), self.num_runs
+        return Tuning(*given, *found, measured, self.factor)
 
     # ---- What is tried
 
     def _strategies(self) -> Iterator[Setting]:
-        world, node = self._world_size, self._node
+        world, node = self.world_size, self.node
         yield Setting("zero3", (world,))
         if world == 1:
             return
@@ -263,86 +240,92 @@ class _Search:
         recomputed, since smaller ones only communicate more often."""
         for num_batches in _splits_of(setting.batch) if splits_batch else [1]:
             batch = setting.batch // num_batches
-            accumulates = self._accumulates and num_batches > 1
+            accumulates = self.accumulates and num_batches > 1
             for checkpointed in self._levels():
                 tried = replace(setting, batch=batch, num_batches=num_batches, checkpointed=checkpointed)
                 yield (tried := replace(tried, no_sync=accumulates))
-                if tried in self._found:
+                if tried in self.found:
                     if checkpointed == NONE:
                         return
                     break
 
     def _levels(self) -> Sequence[str]:
-        return CHECKPOINTED if self._model.num_blocks else (NONE,)
+        return CHECKPOINTED if self.model.num_blocks else (NONE,)
 
-    def _try_larger_batches(self, batch: int, default: Setting, first: _Run) -> None:
+    def _try_larger_batches(self, batch: int) -> None:
         """Double the batch of the best setting while it fits, however much is recomputed."""
         best = self._ranked()[0].setting
         while (batch := 2 * batch) <= _MOST_SEQUENCES:
             tried = [replace(best, batch=batch, checkpointed=checkpointed) for checkpointed in self._levels()]
-            for setting in tried:
-                self._try(setting, default, first)
-            if not any(setting in self._found for setting in tried):
+            self._try(tried)
+            if not any(setting in self.found for setting in tried):
                 return
 
     def _other_groups(self, setting: Setting) -> Iterator[Setting]:
         per_group = 2
-        while per_group <= min(_MOST_BLOCKS_PER_GROUP, self._model.num_blocks // 2):
+        while per_group <= min(_MOST_BLOCKS_PER_GROUP, self.model.num_blocks // 2):
             yield replace(setting, per_group=per_group)
             per_group *= 2
-        if self._model.can_split:
+        if self.model.can_split:
             yield replace(setting, splits=True)
 
     # ---- What it gives
 
-    def _try(self, setting: Setting, default: Setting, first: _Run) -> None:
-        if setting in self._found or setting in self._rejected:
-            return
-        state = self._state(setting, first)
-        activations = self._activations.get(setting.checkpointed, 0.0) * (setting.batch or 1)
-        if self._needed(setting, int(state + activations)) > self._memory:
-            more = f", activations {bytes_of(int(activations))}" if activations else ""
-            self._rejected[setting] = f"parameters, gradients and optimizer state take {bytes_of(state)}{more}"
-            return
-        try:
-            result = self._result(setting, first if setting == default else self._dry_run(setting))
-        except Exception as error:  # what the model allows by default, another setting may not
-            self._rejected[setting] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            return
-        if result.needed > self._memory:
-            self._rejected[setting] = (
-                f"the peak is {bytes_of(result.peak)}, with what is reserved {bytes_of(result.needed)}"
-            )
-        else:
-            self._found[setting] = result
+    def _try(self, settings: Iterable[Setting]) -> None:
+        for setting in settings:
+            if setting in self.found or setting in self.rejected:
+                continue
+            state = self._state(setting)
+            activations = int(self.activations.get(setting.checkpointed, 0.0) * (setting.batch or 1))
+            if self._needed(setting, state + activations) > self.memory:
+                more = f", activations {bytes_of(activations)}" if activations else ""
+                what = "parameters, optimizer state, and gradients or what stays gathered"
+                self.rejected[setting] = f"{what} take {bytes_of(state)}{more}"
+                continue
+            try:
+                result = self._result(setting, self.first if setting == self.default else self._dry_run(setting))
+            except Exception as error:  # what the model allows by default, another setting may not
+                self.rejected[setting] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                continue
+            if result.needed <= self.memory:
+                self.found[setting] = result
+                continue
+            needed = bytes_of(result.needed)
+            self.rejected[setting] = f"the peak is {bytes_of(result.peak)}, with what is reserved {needed}"
 
     def _needed(self, setting: Setting, peak: int) -> int:
-        return peak + sum(self._hardware.device.reserved(peak, _num_networks(setting)).values())
+        return peak + sum(self.hardware.device.reserved(peak, _num_networks(setting)).values())
 
-    def _state(self, setting: Setting, first: _Run) -> int:
-        """Bytes of parameters, gradients and optimizer state on the device, from those of the default setting, in which
-        all is sharded."""
+    def _state(self, setting: Setting) -> int:
+        """Bytes of parameters, optimizer state, and gradients or what stays gathered after forward, on the device, from
+        those of the default setting, in which all is sharded."""
         if setting.is_offloaded:
             return 0
         row, sizes = STRATEGIES[setting.strategy], setting.mesh
-        kept = {kind: max(moment.bytes_by_kind[kind] for moment in first.facts.moments) for kind in _ON_HOST}
+        kept = {kind: max(moment.bytes_by_kind[kind] for moment in self.first[0].moments) for kind in _ON_HOST}
         # Parameters that all ranks gather and keep are counted apart from those that the optimizer trains.
         gathers_all = Kept.SHARDED not in row.parameters
         dims = {PARAMETERS: row.optimizer if gathers_all else row.parameters, GRADIENTS: row.gradients}
         dims[OPTIMIZER] = row.optimizer
+        flats = [flat for group in self.first[0].layout.groups for flat in group.flat_parameters]
+        # Experts that are spread over some of the ranks are on fewer, so there are fewer copies of them.
+        most = min((flat.num_shards for flat in flats), default=self.world_size)
         copies = {
             kind: math.prod(size for size, item in zip(sizes, dims[kind], strict=True) if item is not Kept.SHARDED)
             for kind in kept
         }
-        return sum(nbytes * copies[kind] for kind, nbytes in kept.items())
+        state = {kind: nbytes * min(copies[kind], most) for kind, nbytes in kept.items()}
+        kept_by = False if setting.strategy == "zero2" else setting.reshard_after_forward
+        gathered = sum(flat.unsharded_bytes or 0 for flat in flats) // (kept_by or 1) if kept_by is not None else 0
+        return state[PARAMETERS] + state[OPTIMIZER] + max(state[GRADIENTS], gathered)
 
     def _dry_run(self, setting: Setting) -> _Run:
-        self._num_runs += 1
+        self.num_runs += 1
         found = simulate(
-            partial(self._model.build, "cuda" if self._hardware.device.overlaps else "cpu", setting),
-            self._make_optimizer,
-            self._world_size,
-            lambda line: self._note(f"run {self._num_runs}, {setting}: {line}"),
+            partial(self.model.build, "cuda" if self.hardware.device.overlaps else "cpu", setting),
+            self.make_optimizer,
+            self.world_size,
+            lambda line: self.note(f"run {self.num_runs}, {setting}: {line}"),
             no_sync if setting.no_sync else None,
         )
         kept = max(moment.bytes_by_kind[GRADIENTS] for moment in found.moments)
@@ -355,20 +338,18 @@ class _Search:
                 nbytes += kept - moment.bytes_by_kind[GRADIENTS]
             peak = max(peak, nbytes)
         activations = max(moment.bytes_by_kind[ACTIVATIONS] for moment in found.moments)
-        known = self._activations.get(setting.checkpointed, math.inf)
-        self._activations[setting.checkpointed] = min(known, activations / (setting.batch or 1))
-        return _Run(found, peak)
+        known = self.activations.get(setting.checkpointed, math.inf)
+        self.activations[setting.checkpointed] = min(known, activations / (setting.batch or 1))
+        return found, peak
 
     def _result(self, setting: Setting, run: _Run) -> Result:
-        events, slow = run.facts.events, replace(self._hardware, network=self._hardware.network.scaled(0.5))
-        times, on_half = (
-            predict(setting, events, hardware, self._is_compiled, self._factor) for hardware in (self._hardware, slow)
-        )
-        reserved = self._hardware.device.reserved(run.peak, _num_networks(setting))
-        return Result(setting, run.peak, reserved, times, on_half.seconds, events, self._model.codes[setting])
+        (facts, peak), slow = run, replace(self.hardware, network=self.hardware.network.scaled(0.5))
+        one = partial(predict, setting, facts.events, is_compiled=self.is_compiled, factor=self.factor)
+        reserved, code = self.hardware.device.reserved(peak, _num_networks(setting)), self.model.codes[setting]
+        return Result(setting, peak, reserved, one(self.hardware), one(slow).seconds, facts.events, code)
 
     def _ranked(self) -> list[Result]:
-        return sorted(self._found.values(), key=lambda result: result.per_sequence)
+        return sorted(self.found.values(), key=lambda result: result.per_sequence)
 
 
 def _num_networks(setting: Setting) -> int:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from .._arguments import checked
-from ..extension import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from ..extension import MixedPrecisionPolicy
 
 NONE, EVERY_SECOND, ALL = CHECKPOINTED = ("none", "every 2nd block", "blocks")
 """Which blocks recompute their activations in backward."""
@@ -69,24 +66,11 @@ class Setting:
 def apply_setting(
     setting: Setting, model: nn.Module, blocks: Sequence[nn.Module], mp_policy: MixedPrecisionPolicy | None
 ) -> None:
-    """Shard the model."""
-    for block in blocks[:: _STEPS[setting.checkpointed]] if setting.checkpointed != NONE else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    mesh = init_device_mesh("cpu", setting.mesh, mesh_dim_names=_dim_names(setting))
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy}
-    if setting.strategy not in _BY_MESH:
-        options["strategy"] = setting.strategy
-    if setting.is_offloaded:
-        options["offload_policy"] = CPUOffloadPolicy()
-    inner = {**options}
-    if setting.reshard_after_forward is not None:
-        inner["reshard_after_forward"] = setting.reshard_after_forward
-    for i in range(0, len(blocks), setting.per_group):
-        together = [*blocks[i : i + setting.per_group]]
-        for name in large_children(blocks) if setting.splits else ():
-            fully_shard(together[0].get_submodule(name), **inner)
-        fully_shard(together, **inner)
-    fully_shard(model, **options)
+    """Shard the model, by the code that a report prints."""
+    names: dict[str, Any] = {}
+    code = code_of(setting, model, blocks, mp_policy, "cpu")
+    exec(code, names)
+    names["shard"](*[model, mp_policy][: 1 + ("def shard(model, mp_policy)" in code)])
 
 
 _STEPS = {ALL: 1, EVERY_SECOND: 2}
@@ -120,21 +104,17 @@ def _numel(module: nn.Module) -> int:
 
 
 def code_of(
-    setting: Setting,
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    mp_policy: MixedPrecisionPolicy | None,
-    device: str,
+    setting: Setting, model: nn.Module, blocks: Sequence[nn.Module], mp_policy: MixedPrecisionPolicy | None, device: str
 ) -> str:
-    """A function ``shard(model)`` that does what ``apply_setting`` does, for a program to paste.
+    """A function ``shard(model)``, for a program to paste.
 
     Args:
         device: the type of the device, for example ``cuda``.
     """
     ours, imports, options, arguments = ["fully_shard"], [], ["mesh=mesh"], "model"
     given = _given(mp_policy)
-    if any(map(callable, given.values())):
-        arguments += ", mp_policy"  # nobody can print a function
+    if any(map(callable, given.values())):  # nobody can print a function
+        arguments += ", mp_policy"
         options.append("mp_policy=mp_policy")
     elif mp_policy is not None:
         ours.append("MixedPrecisionPolicy")

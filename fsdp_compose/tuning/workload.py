@@ -4,6 +4,7 @@ Operations are described by ``operation_of``, as those of a simulated step are, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._arguments import checked
 from .._torch import DispatchMode
-from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, fully_shard, transport_of
+from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, Work, fully_shard, transport_of
 from ..inspect import Operation, operation_of
 
 
@@ -52,32 +53,41 @@ GPU_WORKLOAD = Workload(
     collective_bytes=(1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
 )
 
+_Start = Callable[[], Work]  # starts a collective
 TINY, NUM_TINY = "tiny operations", 100
 BESIDE, NUM_PRODUCTS, NUM_GATHERS = "products beside all-gathers", 40, 8
 STEP_ALONE, STEP_SHARDED = "step of a tiny model", "step of a tiny sharded model"
 
 
 @dataclass
-class Action:
-    """Something that is measured.
+class Sample:
+    """Something that is measured, and how long it takes.
 
     Attributes:
         name: of the operation or the collective, or one of the names above.
-        run: does it.
+        wall, cpu: seconds of the clock, and of all threads of the process.
         operation: what it is, if it is one operation.
         nbytes: of a collective's whole tensor.
+        run: does it.
         repeats: how often it is done for one measurement.
     """
 
     name: str
-    run: Callable[[], Any]
+    wall: float = 0.0
+    cpu: float = 0.0
     operation: Operation | None = None
     nbytes: int = 0
+    run: Callable[[], Any] = object
     repeats: int = 1
 
+    def seconds(self, clock: str) -> float:
+        return self.cpu if clock == "cpu" else self.wall
 
-def actions_of(work: Workload, dtypes: Sequence[torch.dtype], device: torch.device) -> Iterator[Action]:
-    """Ranks: all, in a process group."""
+
+def actions_of(
+    work: Workload, dtypes: Sequence[torch.dtype], device: torch.device, group: dist.ProcessGroup
+) -> Iterator[Sample]:
+    """Ranks: all of the group."""
     if device.type == "cpu":
         _keep_freed_memory()
     random_of = partial(torch.randn, device=device)
@@ -89,15 +99,16 @@ def actions_of(work: Workload, dtypes: Sequence[torch.dtype], device: torch.devi
     for nbytes in work.tensor_bytes:
         yield from _element_wise(*(random_of(nbytes // 1024, 256) for _ in range(3)))
     tiny = random_of(8), random_of(8)
-    yield Action(TINY, lambda: [torch.add(*tiny) for _ in range(NUM_TINY)])
-    yield Action(STEP_ALONE, _step_of(tiny_model, device))
-    yield Action(STEP_SHARDED, _step_of(tiny_sharded_model, device))
-    if dist.get_world_size() > 1:
-        for nbytes in work.collective_bytes:
-            yield from _collectives(nbytes, device)
-        if device.type == "cuda":
-            (m, k, n), nbytes = work.products[-1], work.collective_bytes[-1]
-            yield _beside(random_of(m, k, dtype=dtypes[-1]), random_of(k, n, dtype=dtypes[-1]), nbytes, device)
+    yield Sample(TINY, run=lambda: [torch.add(*tiny) for _ in range(NUM_TINY)])
+    yield Sample(STEP_ALONE, run=_step_of(tiny_model, device))
+    yield Sample(STEP_SHARDED, run=_step_of(tiny_sharded_model, device))
+    for nbytes in work.collective_bytes if group.size() > 1 else ():
+        whole, collectives = _collectives(nbytes, device, group)
+        for name, start in collectives.items():
+            yield Sample(name, nbytes=whole, run=partial(_waited, start))
+    if group.size() > 1 and device.type == "cuda":
+        a, b = (random_of(*shape, dtype=dtypes[-1]) for shape in itertools.pairwise(work.products[-1]))
+        yield Sample(BESIDE, nbytes=whole, run=partial(_beside, collectives[ALL_GATHER], a, b))
 
 
 def _keep_freed_memory() -> None:
@@ -125,15 +136,15 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
 
 
-def _operation(run: Callable[[], Any]) -> Action:
-    """An action that runs one operation, besides views of its arguments."""
+def _operation(run: Callable[[], Any]) -> Sample:
+    """A sample that runs one operation, besides views of its arguments."""
     with _Seen() as seen:
         run()
     operation = max(seen.operations, key=lambda item: (item.flops, item.nbytes))
-    return Action(operation.name, run, operation)
+    return Sample(operation.name, operation=operation, run=run)
 
 
-def _products(a: torch.Tensor, b: torch.Tensor) -> Iterator[Action]:
+def _products(a: torch.Tensor, b: torch.Tensor) -> Iterator[Sample]:
     a_columns, b_columns = a.t().contiguous(), b.t().contiguous()
     batches = torch.stack([a] * 4), torch.stack([b] * 4)
     yield _operation(lambda: torch.mm(a, b))
@@ -142,7 +153,7 @@ def _products(a: torch.Tensor, b: torch.Tensor) -> Iterator[Action]:
     yield _operation(lambda: torch.bmm(*batches))
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[Action]:
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[Sample]:
     yield _operation(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True))
     leaves = q, k, v = [item.detach().requires_grad_() for item in (query, key, value)]
     result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -150,7 +161,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> I
     yield _operation(lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True))
 
 
-def _element_wise(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Iterator[Action]:
+def _element_wise(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Iterator[Sample]:
     """``x`` stays as it is, up to rounding: nothing grows, and nothing becomes so small that it is slow."""
     aten, ones = torch.ops.aten, torch.ones(x.shape[-1], device=x.device)
     positive, shape = z.abs() + 1.0, [x.shape[-1]]
@@ -168,36 +179,28 @@ def _element_wise(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Iterator
     yield _operation(lambda: x.lerp_(y, 1e-9))
 
 
-def _collectives(nbytes: int, device: torch.device) -> Iterator[Action]:
-    group, world_size = dist.group.WORLD, dist.get_world_size()
-    assert group is not None, "there is a process group"
+def _collectives(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[int, dict[str, _Start]]:
     transport, label = transport_of(group, device), Label(["flat"])
-    shard = torch.zeros(max(1, nbytes // 4 // world_size), device=device)
-    whole = torch.zeros(shard.numel() * world_size, device=device)
-    for name, run in (
-        (ALL_GATHER, lambda: transport.all_gather(whole, shard, label).wait()),
-        (REDUCE_SCATTER, lambda: transport.reduce_scatter(shard, whole, True, label).wait()),
-        (ALL_REDUCE, lambda: transport.all_reduce(whole, True, label).wait()),
-    ):
-        yield Action(name, run, nbytes=whole.nbytes)
+    shard = torch.zeros(max(1, nbytes // 4 // group.size()), device=device)
+    whole = torch.zeros(shard.numel() * group.size(), device=device)
+    return whole.nbytes, {
+        ALL_GATHER: partial(transport.all_gather, whole, shard, label),
+        REDUCE_SCATTER: partial(transport.reduce_scatter, shard, whole, True, label),
+        ALL_REDUCE: partial(transport.all_reduce, whole, True, label),
+    }
 
 
-def _beside(a: torch.Tensor, b: torch.Tensor, nbytes: int, device: torch.device) -> Action:
+def _waited(start: _Start) -> None:
+    start().wait()
+
+
+def _beside(gather: _Start, a: torch.Tensor, b: torch.Tensor) -> None:
     """Products that take longer than the all-gathers that run at the same time."""
-    group, world_size = dist.group.WORLD, dist.get_world_size()
-    assert group is not None, "there is a process group"
-    transport, label = transport_of(group, device), Label(["flat"])
-    shard = torch.zeros(max(1, nbytes // 4 // world_size), device=device)
-    whole = torch.zeros(shard.numel() * world_size, device=device)
-
-    def run() -> None:
-        works = [transport.all_gather(whole, shard, label) for _ in range(NUM_GATHERS)]
-        for _ in range(NUM_PRODUCTS):
-            torch.mm(a, b)
-        for work in works:
-            work.wait()
-
-    return Action(BESIDE, run, nbytes=whole.nbytes)
+    works = [gather() for _ in range(NUM_GATHERS)]
+    for _ in range(NUM_PRODUCTS):
+        torch.mm(a, b)
+    for work in works:
+        work.wait()
 
 
 # ---- The tiny model

@@ -45,7 +45,7 @@ def _each_setting_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def once(build, make_optimizer, world_size, note, without_sync=None):
         model, (device, setting) = build.func.__self__, build.args
-        key = model._factory, model._seq, device, setting, world_size
+        key = model.factory, model.seq, device, setting, world_size
         if key not in RUNS:
             facts = simulate(build, make_optimizer, world_size, note, without_sync)
             RUNS[key] = facts, model.num_blocks, model.can_split, model.codes[setting]
@@ -273,6 +273,28 @@ def test_activations_of_one_run_rule_out_other_settings(has_batch):
     assert not found.default_fits and "default (does not fit)" in str(found)
     run = len(found.results) + len(found.rejected) - len(ruled_out)
     assert found.num_runs == run + (found.default.setting in ruled_out)
+
+
+def test_what_is_left_out_without_a_run_does_not_fit(monkeypatch):
+    """Parameters that stay gathered are too large for some settings, and state is for others."""
+    peaks = sorted(result.peak for result in with_room().results)
+    limit = just_less_than(peaks[len(peaks) // 2])
+    found = tune(factory, 8, hardware(), max_memory=limit)
+    monkeypatch.setattr(search._Search, "_needed", lambda self, setting, peak: 0)
+    slow = tune(factory, 8, hardware(), max_memory=limit)
+    assert [*settings_of(found)] == [*settings_of(slow)] and found.num_runs < slow.num_runs
+
+
+def test_parameters_that_stay_gathered_rule_out_settings():
+    peak = plan(wide, 8).worlds[0].peak.nbytes
+    tight = tune(wide, 8, hardware(), max_memory=just_less_than(1.02 * peak))
+    (why,) = {item.why for item in tight.rejected if item.setting == Setting("zero2", (8,))}
+    assert "what stays gathered take" in why and tight.default_fits
+
+
+def wide():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(16)))
+    return model, lambda model: model(torch.zeros(2, 512)).mean()
 
 
 def test_any_divisor_of_the_batch_is_a_micro_batch():

@@ -507,6 +507,17 @@ def test_published_peaks_of_memory_are_at_most_five_percent_above_the_predicted_
     assert said == [[f"{row['allocated']:.1f}", f"{row['needed']:.1f}", f"{row['error']:+.0%}"] for row in found]
 
 
+@pytest.mark.timeout(300)
+def test_thirty_architectures_are_planned_within_a_minute_each(tmp_path):
+    """The command plans again the one that takes least."""
+    rows = [row for row in rows_of((ROOT / "docs/project/performance.md").read_text()) if len(row) == 5]
+    planned = {row[0]: row for row in rows if row[2].isdigit()}
+    assert sum(int(row[3]) <= 60 for row in planned.values()) >= 30
+    (row,) = run("tuning.py", tmp_path, "--what=architectures", "--runs=bloom")["tuning_architectures"]["rows"]
+    assert planned["bloom"][2:3] + planned["bloom"][4:] == [str(row["settings"]), row["found"]]
+    assert row["seconds"] < 60
+
+
 def test_owners_of_large_models_are_balanced_and_planned_at_once(tmp_path):
     (report,) = run("muon_owners.py", tmp_path).values()
     assert [(row["model"], row["ranks"]) for row in report["rows"]] == [
