@@ -48,7 +48,7 @@ from fsdp_compose import (
     set_reshard_after_backward,
 )
 from fsdp_compose.pipelining import PipelineStage
-from tests.mixtures import DIM, Block, Layout, spread
+from tests.mixtures import DIM, NUM_EXPERTS, Block, Layout, spread
 
 from .description import _Short
 from .modules import mixed
@@ -57,7 +57,7 @@ EXACT = 1e-12
 SYSTEMS = ("fsdp_compose", "drop_in", "FSDP2")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 KINDS = ("dense", "tensor", "sequence", "experts", "few experts", "LoRA")
-ROWS = 4  # of each data rank: a multiple of what microbatches and sequence parallelism divide
+ROWS = 12  # of each data rank: a multiple of what microbatches and sequence parallelism divide
 
 
 @dataclass(frozen=True, repr=False)
@@ -456,31 +456,29 @@ def random_composition(random: Random, world_size: int, system: str = "fsdp_comp
 def made_possible(composition: Composition) -> Composition:
     """Without what does not go together."""
     layouts = [composition.layout, *([composition.goes_on] if composition.goes_on else [])]
-    pieces, kinds = composition.pieces, {piece.kind for piece in composition.pieces}
+    pieces = composition.pieces
     changes: dict[str, Any] = {}
     if composition.has_stages:
         # Layers of one stage only; microbatches are equal in size, and each has its own capacity.
         pieces = tuple(replace(piece, is_repeated=False, capacity=None) for piece in pieces)
         most = max(num_stages(composition, layout) for layout in layouts)
         pieces += (Piece("dense"),) * (most - 2 - len(pieces))
-        changes = {"is_tied": False, "is_uneven": False}
         # Each step of torch's schedules divides what earlier ones have accumulated again.
-        changes |= {"accumulation": 1}
-    if "few experts" in kinds:  # which gather tokens, equally many of each rank
-        changes["is_uneven"] = False
-        if composition.granularity == "rows":  # which ranks have different numbers of
-            changes["granularity"] = None
-        if composition.granularity == "rows":  # which ranks have different numbers of
-            changes["granularity"] = None
-    if not kinds <= {"dense", "experts", "LoRA", "few experts"} and composition.granularity == "rows":
-        changes["granularity"] = None  # tensor parallelism may cut unevenly
-    if kinds & {"tensor", "sequence"} and composition.granularity == "rows":  # which may be cut unevenly
-        changes["granularity"] = None
+        changes = {"is_tied": False, "is_uneven": False, "accumulation": 1}
     for layout in layouts:
+        if NUM_EXPERTS % (layout.ep * (layout.tp if layout.folds else 1)):
+            fewer = "few experts"
+            pieces = tuple(replace(item, kind=fewer) if item.kind in ("experts", "LoRA") else item for item in pieces)
         if layout.folds:  # each rank has capacity for its share of a batch
             pieces = tuple(replace(piece, capacity=None) for piece in pieces)
         if layout.fsdp % 2:  # there are no two to divide by
             pieces = tuple(replace(piece, reshard=None if piece.reshard == 2 else piece.reshard) for piece in pieces)
+    kinds = {piece.kind for piece in pieces}
+    if "few experts" in kinds:  # which gather tokens, equally many of each rank
+        changes["is_uneven"] = False
+    if kinds & {"few experts", "tensor", "sequence"} or any(layout.tp == 3 for layout in layouts):
+        # What ranks hold may be uneven, so that they would have different rows.
+        changes["granularity"] = None if composition.granularity == "rows" else composition.granularity
     if changes.get("stays", composition.stays) == 2 and not all(piece.reshard == 2 for piece in pieces):
         changes["stays"] = False
     return replace(composition, pieces=pieces, **changes)
