@@ -5,6 +5,9 @@ by the number of groups, is what one group costs the host per forward and backwa
 
     ratio = (system - plain) / (FSDP2 - plain)
 
+of forward and backward, and of whole steps. With ``--experts`` gradients are clipped in each step, and the experts of a
+block are on a mesh of their own: 8 ranks have different ones, and those that have the same share the shards.
+
 How it is measured: one process plays one of ``--world`` ranks under a simulated process group; process CPU time on one
 thread, so that waiting and other processes do not count. Each system is measured in a process of its own, next to the
 plain model and FSDP2 (a training process has one model; the more of them, the less of each is in the caches): in turn,
@@ -52,7 +55,19 @@ import torch
 import torch.distributed as dist
 from models import Block, TinyBlocks, TinyMixtures, num_groups
 from report import column
-from systems import FLAT_MESH, FSDP2, HYBRID_MESH, OURS, PLAIN, SYSTEMS, TENSOR_MESH, lay_out
+from systems import (
+    FLAT_MESH,
+    FSDP2,
+    HYBRID_MESH,
+    NO_COPIES,
+    NO_COPY_OUT,
+    OURS,
+    PLAIN,
+    SYSTEMS,
+    TENSOR_MESH,
+    clip,
+    lay_out,
+)  # fmt: skip
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 BACKENDS, WORLDS = ("null", "fake"), (64, 8)
@@ -91,12 +106,14 @@ class Row:
     system: str = column("system")
     forward_ms: float = column("forward ms", ".2f")
     backward_ms: float = column("backward", ".2f")
+    clip_ms: float = column("clip", ".2f")
     optimizer_ms: float = column("optimizer + zero_grad", ".2f")
     overhead_us: float | None = column("overhead us", ".1f")
     collectives_us: float | None = column("of it collectives", ".1f")
     ratio: float | None = column("ratio", ".3f")
     net_ratio: float | None = column("net ratio", ".3f")
     optimizer_ratio: float | None = column("optimizer ratio", ".3f")
+    step_ratio: float | None = column("ratio of whole steps", ".3f")
 
     @property
     def case(self) -> str:
@@ -112,6 +129,7 @@ class TrainingStep:
     def __init__(self, base: TinyBlocks, precision: str, system: str, is_compiled: bool) -> None:
         is_mixed = PRECISIONS[precision]
         self.model, self.optimizer = SYSTEMS[system](base, is_mixed)
+        self.system, self.clips = system, isinstance(base, TinyMixtures)
         if is_compiled:
             for module in self.model.modules():
                 if isinstance(module, Block):  # the block itself, not FSDP1's wrapper around it
@@ -120,16 +138,20 @@ class TrainingStep:
         if is_mixed and system == PLAIN:
             self.input = self.input.bfloat16()  # the sharded systems cast by themselves
 
-    def run(self) -> tuple[int, int, int]:
-        """Nanoseconds of forward, of backward, and of optimizer step and ``zero_grad`` together."""
+    def run(self) -> tuple[int, int, int, int]:
+        """Nanoseconds of forward, of backward, of clipping, and of optimizer step and ``zero_grad`` together."""
         start = process_time_ns()
         loss = self.model(self.input).sum()
         forward_end = process_time_ns()
         loss.backward()
         backward_end = process_time_ns()
+        if self.clips:
+            clip(self.system, self.model, self.optimizer)
+        clip_end = process_time_ns()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return forward_end - start, backward_end - forward_end, process_time_ns() - backward_end
+        times = forward_end - start, backward_end - forward_end, clip_end - backward_end
+        return *times, process_time_ns() - clip_end
 
 
 class CollectiveClock:
@@ -175,8 +197,13 @@ class StepTime:
 
     forward: float
     backward: float
+    clip: float
     optimizer: float
     collectives: float
+
+    @property
+    def whole(self) -> float:
+        return self.forward + self.backward + self.clip + self.optimizer
 
 
 def time_steps(
@@ -263,12 +290,14 @@ def _row(setting: Setting, times: Mapping[Case, StepTime], precision: str, syste
         system=system,
         forward_ms=time.forward,
         backward_ms=time.backward,
+        clip_ms=time.clip,
         optimizer_ms=time.optimizer,
         overhead_us=overhead_us(time) if is_sharded else None,
         collectives_us=time.collectives / groups * 1e3 if is_sharded else None,
         ratio=overhead_us(time) / overhead_us(reference) if is_sharded and reference else None,
         net_ratio=net_overhead_us(time) / net_overhead_us(reference) if is_sharded and reference else None,
         optimizer_ratio=time.optimizer / reference.optimizer if reference else None,
+        step_ratio=(time.whole - plain.whole) / (reference.whole - plain.whole) if is_sharded and reference else None,
     )
 
 
@@ -494,7 +523,7 @@ def main() -> None:
         return
     rows: list[Row] = []
     for setting in settings:
-        every = [(precision, system) for precision in PRECISIONS for system in SYSTEMS]
+        every = [(precision, system) for precision in PRECISIONS for system in (PLAIN, FSDP2, *options.systems)]
         rows += measure(setting, every) if options.quick else measure_in_children(setting, options.systems)
     result = report.Report("host_overhead_compiled" if options.compiled else "host_overhead", sizes, rows)
     print(result.table())
@@ -509,7 +538,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--backend", choices=BACKENDS, nargs="+", help="default: both; --quick: null")
     parser.add_argument("--world", type=int, nargs="+", help="simulated ranks (default: 64 8; --quick: 64)")
-    parser.add_argument("--systems", choices=OTHERS, nargs="+", default=OTHERS, help="next to plain and FSDP2")
+    parser.add_argument("--systems", choices=OTHERS, nargs="+", help="next to plain and FSDP2 (default: all)")
     parser.add_argument("--blocks", type=int, help="blocks of the model (default: 48; --quick: 3)")
     parser.add_argument("--experts", type=int, default=0, help="in each block; it is then of DeepSeek-V3's kind")
     parser.add_argument("--repeats", type=int, help="timed steps per system (default: 25; --quick: 3)")
@@ -527,6 +556,8 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.systems is None:  # the proposals exclude experts that are DTensors
+        options.systems = [name for name in OTHERS if not (options.experts and name in (NO_COPY_OUT, NO_COPIES))]
     for name, usual, quick in (
         ("backend", BACKENDS, BACKENDS[:1]),
         ("world", WORLDS, WORLDS[:1]),

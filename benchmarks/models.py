@@ -1,7 +1,7 @@
 """The models that the benchmarks train: transformer blocks, tiny ones for host overhead and real ones for bytes.
 
 Every model has ``.blocks``; a block has 12 parameters (``MixtureBlock``: 13, and 3 of each expert), all trainable.
-Wrapping schemes (``systems.py``) make one group of each block and one of what remains.
+Wrapping schemes (``systems.py``) make one group of each block, one of its experts and one of what remains.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 PARAMETERS_PER_BLOCK = 12
 
@@ -59,14 +60,28 @@ class TinyBlocks(nn.Module):
 
 
 class Expert(nn.Module):
-    """Two projections, one gating the other, and one back."""
+    """Two projections, one gating the other, and one back. Those of routed experts may be DTensors, of which each rank
+    computes with its part: the experts of other ranks are the rest."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        weights = (projection.weight for projection in (self.gate, self.up, self.down))
+        gate, up, down = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+class Experts(nn.ModuleList):
+    """Those of one rank."""
+
+    def forward(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        routed = [
+            sum(weight * self[i](token) for weight, i in zip(own, chosen_of_token.tolist(), strict=True))
+            for token, own, chosen_of_token in zip(tokens, weights, chosen, strict=True)
+        ]
+        return torch.stack(routed)
 
 
 class MixtureBlock(nn.Module):
@@ -82,7 +97,7 @@ class MixtureBlock(nn.Module):
         self.latent_up = nn.Linear(width, 2 * width, bias=False)
         self.router = nn.Linear(width, num_experts, bias=False)
         self.shared = Expert(width)
-        self.experts = nn.ModuleList(Expert(width) for _ in range(num_experts))
+        self.experts = Experts(Expert(width) for _ in range(num_experts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.attention_norm(x)
@@ -92,11 +107,8 @@ class MixtureBlock(nn.Module):
         tokens = self.mlp_norm(x)
         scores = F.linear(tokens.float(), self.router.weight.float()).sigmoid()
         weights, chosen = scores.topk(2, -1)
-        routed = [
-            sum(weight * self.experts[i](token) for weight, i in zip(own, chosen_of_token.tolist(), strict=True))
-            for token, own, chosen_of_token in zip(tokens[0], weights[0].to(tokens.dtype), chosen[0], strict=True)
-        ]
-        return x + self.shared(tokens) + torch.stack(routed)[None]
+        routed = self.experts(tokens[0], weights[0].to(tokens.dtype), chosen[0])
+        return x + self.shared(tokens) + routed[None]
 
 
 class TinyMixtures(TinyBlocks):
@@ -199,8 +211,8 @@ class Llama(nn.Module):
 
 
 def num_groups(model: nn.Module) -> int:
-    """How many groups the systems make of ``model``: one of each block, and the root."""
-    return len(model.blocks) + 1
+    """How many groups the systems make of ``model``: one of each block, one of its experts, and the root."""
+    return len(model.blocks) + sum(isinstance(block, MixtureBlock) for block in model.blocks) + 1
 
 
 def parameter_bytes(model: nn.Module) -> int:

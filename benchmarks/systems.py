@@ -1,6 +1,7 @@
 """The systems under test: each puts a model of ``models.py`` under one way of training it, and gives it an optimizer.
 
-All shard over every rank of torch's default process group, one group per block and one for the rest. Those in
+All shard over every rank of torch's default process group, one group per block and one for the rest; experts over an
+eighth of the ranks, in a group of their own, under FSDP2 and ours. Those in
 ``SYSTEMS`` train on the CPU and reshard after forward, and work on a deep copy, so that one base model serves them all;
 ``wrap`` gives the choice of dtypes and of resharding, and works on the model itself.
 """
@@ -19,9 +20,11 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from fsdp2_views import use_views
+from models import MixtureBlock
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose
@@ -203,8 +206,37 @@ def _fully_shard_each_block(
     policy = library.MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     after_forward = None if reshard else False
     for block in model.blocks:
+        if isinstance(block, MixtureBlock):
+            experts = _spread(block.experts, _mesh(device_type, 8, ("efsdp", "ep")))
+            library.fully_shard(experts, mesh=_mesh(device_type, 8, ("efsdp", "ep"))["efsdp"], mp_policy=policy)
+            if library is torch_fsdp:
+                experts.set_gradient_divide_factor(dist.get_world_size())
         library.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
     return library.fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward, **of_root)
+
+
+def _spread(experts: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Make those of this rank its part of the experts of all ranks of expert parallelism."""
+    for module in experts.modules():
+        if isinstance(module, nn.Linear):
+            placed = DTensor.from_local(module.weight.detach(), mesh["ep"], [Shard(0)], run_check=False)
+            module.weight = nn.Parameter(placed)
+    return experts
+
+
+def clip(system: str, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float = 1.0) -> None:
+    """Clip gradients as a user of the system does; torch's functions take parameters of one mesh."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    if system.startswith(OURS):
+        fsdp_compose.clip_grad_norm_([param for params in groups for param in params], max_norm)
+    elif system.startswith(FSDP1):
+        model.clip_grad_norm_(max_norm)
+    else:
+        grads = [[param.grad for param in params if param.grad is not None] for params in groups]
+        norms = [torch.nn.utils.get_total_norm(own, foreach=True) for own in grads]
+        total = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+        for params in groups:
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach=True)
 
 
 _meshes: dict[tuple[str, int, tuple[str, str]], DeviceMesh] = {}

@@ -47,7 +47,7 @@ class PipelineStage(pipelining.PipelineStage):
                 return whole_backward(**bwd_kwargs)
             if backward_type == "weight":
                 return (), None  # ran with the inputs' backward
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            return stage_backward(**bwd_kwargs), None  # torch's method would leave its flags on modules of drop_in
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients accumulated by the microbatches and divide them by ``grad_scale_factor``.
@@ -60,7 +60,10 @@ class PipelineStage(pipelining.PipelineStage):
             if not finalizes_gradients():
                 return
             reduce_gradients(self.submod)
-        super().perform_reduce_grad(grad_scale_factor)
+            if grad_scale_factor != 1:
+                self.scale_grads(grad_scale_factor)
+        else:
+            super().perform_reduce_grad(grad_scale_factor)
 
     @property
     def _is_sharded(self) -> bool:

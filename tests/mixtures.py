@@ -220,27 +220,51 @@ def mixture(dtype: torch.dtype = torch.float64, **options: Any) -> Mixture:
 
 
 class Layout(NamedTuple):
-    """Sizes of (replicate, fsdp, ep, tp), whose product is the number of ranks. ``folds``: experts are spread over the
-    ranks of ``tp``, not each cut over them."""
+    """Sizes of (replicate, fsdp, ep, tp) and of a pipeline, whose product is the number of ranks.
+
+    ``folds``: experts are spread over the ranks of ``tp``, not each cut over them; ``ones``: meshes have dimensions for
+    replicas and ``tp`` even if these are of one rank.
+    """
 
     replicate: int = 1
     fsdp: int = 1
     ep: int = 1
     tp: int = 1
     folds: bool = False
+    pp: int = 1
+    ones: bool = False
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.replicate > 1 or self.ones
+
+    @property
+    def cuts(self) -> bool:
+        return self.tp > 1 or self.ones
 
     @property
     def mesh(self) -> DeviceMesh:
         """What experts are spread over, and what is left for them."""
-        return lasting_mesh(("replicate", "fsdp", "ep", "tp"), tuple(self)[:4])
+        return lasting_mesh(("pp", "replicate", "fsdp", "ep", "tp"), (self.pp, *self[:4]))
+
+    @property
+    def dense(self) -> DeviceMesh:
+        """All ranks with batches of their own, and what other parameters than experts are spread over."""
+        if not self.has_replicas:
+            return lasting_mesh(("pp", "dp", "model"), (self.pp, self.num_parts, self.tp))
+        names = ("pp", "outer", "inner", "model")
+        return lasting_mesh(names, (self.pp, self.replicate, self.fsdp * self.ep, self.tp))
+
+    @property
+    def mesh_of_folded(self) -> DeviceMesh:
+        """What experts are spread over, if they are spread over the ranks of ``tp`` too."""
+        sizes = (self.pp, self.replicate, self.fsdp, self.ep * self.tp)
+        return lasting_mesh(("pp", "replicate", "fsdp", "ep"), sizes)
 
     @property
     def data(self) -> DeviceMesh:
-        """All ranks with batches of their own: a mesh for ``fully_shard``."""
-        if self.replicate == 1:
-            return lasting_mesh(("dp", "model"), (self.num_parts, self.tp))["dp"]
-        mesh = lasting_mesh(("outer", "inner", "model"), (self.replicate, self.fsdp * self.ep, self.tp))
-        return mesh["outer", "inner"]
+        """A mesh for ``fully_shard``."""
+        return self.dense["outer", "inner"] if self.has_replicas else self.dense["dp"]
 
     @property
     def num_parts(self) -> int:
@@ -249,7 +273,7 @@ class Layout(NamedTuple):
     @property
     def place(self) -> int:
         """This rank's number among the data ranks."""
-        return dist.get_rank() // self.tp
+        return dist.get_rank() // self.tp % self.num_parts
 
 
 EP_LAYOUTS = [
@@ -263,8 +287,8 @@ def spread(block: Block, layout: Layout) -> None:
     mesh = layout.mesh
     if layout.folds:
         block.folded = mesh["tp"]
-        spread_over(block, lasting_mesh(("replicate", "fsdp", "ep"), (*layout[:2], layout.ep * layout.tp))["ep"])
-    elif layout.tp == 1:
+        spread_over(block, layout.mesh_of_folded["ep"])
+    elif not layout.cuts:
         spread_over(block, mesh["ep"])
     else:
         block.tp = mesh["tp"]

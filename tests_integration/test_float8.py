@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import (
     Float8LinearConfig,
@@ -23,7 +25,8 @@ from torchao.float8 import (
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, flat_parameters, fully_shard, record_collectives
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
+from tests.programs.modules import mixed
 from tests.training import local_part
 
 DIM, HIDDEN = 32, 48
@@ -200,3 +203,43 @@ def test_checkpoints_and_copies():
         torch.equal(x.full_tensor(), y.full_tensor())
         for x, y in itertools.zip_longest(model.parameters(), clone.parameters())
     )
+
+
+class MixtureBlock(Block):
+    """Routed experts in fp32 beside projections in float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(DIM, 4), nn.Parameter(torch.randn(4, DIM, DIM) / 8)
+        self.ep: DeviceMesh | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + mixed(x, self.router(x).softmax(-1), self.experts, self.ep)
+
+    def spread(self, ep: DeviceMesh) -> None:
+        self.ep = ep
+        self.experts = nn.Parameter(distribute_tensor(self.experts.detach(), ep, [Shard(0)]))
+
+
+@distributed(world_size=4)
+def test_float8_blocks_have_the_same_gradients_whether_or_not_their_experts_are_spread():
+    x = torch.randn(16, DIM, generator=torch.Generator().manual_seed(1))
+    found = []
+    for ep in (1, 2, 4):
+        torch.manual_seed(0)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        model = nn.Sequential(MixtureBlock(), MixtureBlock())
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: not fqn.endswith("router"))
+        for block in model:
+            if ep > 1:
+                block.spread(lasting_mesh(("edp", "ep"), (4 // ep, ep))["ep"])
+            fully_shard(block, mesh=lasting_mesh(("dp",), (4,)))
+        fully_shard(model, mesh=lasting_mesh(("dp",), (4,)))
+        model(local_part(x)).square().mean().backward()
+        found.append([param.grad.full_tensor() for param in model.parameters()])
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        found[-1].append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    for spread in found[1:]:
+        for ours, expected in zip(spread, found[0], strict=True):
+            assert (ours - expected).norm() <= 1e-5 * expected.norm()

@@ -93,6 +93,18 @@ class Summed(torch.autograd.Function):
         return Summed.apply(grad, ctx.group), None
 
 
+def mixed(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, ep: DeviceMesh | None) -> torch.Tensor:
+    """Each expert gets each token; with those of this rank, those of all ranks over which experts are spread."""
+    if ep is None:
+        return torch.einsum("te,teo->to", weights, torch.einsum("td,edo->teo", x, experts).tanh())
+    group, rank, num = ep.get_group(), ep.get_local_rank(), ep.size()
+    own = experts.to_local()
+    first = min(rank * -(-len(experts) // num), len(experts))
+    x, weights = Gathered.apply(x, group), Gathered.apply(weights, group)[:, first : first + len(own)]
+    y = torch.einsum("te,teo->to", weights, torch.einsum("td,edo->teo", x, own).tanh())
+    return Summed.apply(y, group).chunk(num)[rank]
+
+
 class Module(nn.Module):
     def __init__(self, part: Part, children: list[Module], trip: Trip) -> None:
         super().__init__()
@@ -157,16 +169,7 @@ class Module(nn.Module):
         return y.to(x.dtype)
 
     def mixture(self, x: torch.Tensor) -> torch.Tensor:
-        """Each expert gets each token; with those of this rank, those of all ranks over which experts are spread."""
-        weights, experts = self.router(x).softmax(-1), self.experts
-        if self.ep is None:
-            return torch.einsum("te,teo->to", weights, torch.einsum("td,edo->teo", x, experts).tanh())
-        group, rank, num = self.ep.get_group(), self.ep.get_local_rank(), self.ep.size()
-        own = experts.to_local()
-        first = min(rank * -(-NUM_EXPERTS // num), NUM_EXPERTS)
-        x, weights = Gathered.apply(x, group), Gathered.apply(weights, group)[:, first : first + len(own)]
-        y = torch.einsum("te,teo->to", weights, torch.einsum("td,edo->teo", x, own).tanh())
-        return Summed.apply(y, group).chunk(num)[rank]
+        return mixed(x, self.router(x).softmax(-1), self.experts, self.ep)
 
     def compound(self, x: torch.Tensor) -> torch.Tensor:
         kind, inner = self.part.kind, list(self.inner)

@@ -297,6 +297,16 @@ def test_host_overhead_has_every_system_at_every_precision(tmp_path):
         assert systems[FSDP2]["ratio"] == systems[FSDP2]["optimizer_ratio"] == 1 and systems["plain"]["ratio"] is None
 
 
+@pytest.mark.timeout(300)
+def test_host_overhead_clips_the_gradients_of_experts_on_a_mesh_of_their_own(tmp_path):
+    (report,) = run("host_overhead.py", tmp_path, "--blocks=1", "--repeats=2", "--experts=4").values()
+    for precision in ("fp32", "bf16/fp32"):
+        systems = by_system(report, backend="null", world=64, precision=precision)
+        assert systems.keys() == SYSTEMS - {NO_COPY_OUT, NO_COPIES}
+        assert all(row["clip_ms"] > 0 for row in systems.values())
+        assert systems[FSDP2]["step_ratio"] == 1 and systems[OURS]["step_ratio"] > 0
+
+
 def test_host_overhead_knows_the_checks_that_it_switches_off(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from ablations import ABLATIONS

@@ -250,13 +250,15 @@ def _digest(numbers: object) -> str:
 
 
 def _parts_with_replicas(states: Sequence[_FSDPState]) -> Iterator[_Part]:
-    """The parts of all groups (the same on all ranks) that have replicas; names start with a number for their mesh."""
-    numbers: dict[DeviceMesh, int] = {}
+    """The parts of all groups (the same on all ranks) that have replicas; names start with a number for their meshes:
+    of two tensor-parallel meshes, dimensions may have one name and other sizes."""
+    numbers: dict[tuple[DeviceMesh, DeviceMesh | None], int] = {}
     for state in states:
         for handle in state._handles:
-            number = numbers.setdefault(handle.mesh.mesh, len(numbers))
             for place, of, ranges, indices in _parts_of(handle):
-                yield f"{number} {place}", of, ranges, indices
+                spec = of.tensor_parallel.specs[indices[0]] if of.tensor_parallel is not None else None
+                meshes = handle.mesh.mesh, spec.mesh if spec is not None else None
+                yield f"{numbers.setdefault(meshes, len(numbers))} {place}", of, ranges, indices
 
 
 def _parts_of(handle: FlatParamHandle) -> Iterator[_Part]:
@@ -268,10 +270,10 @@ def _parts_of(handle: FlatParamHandle) -> Iterator[_Part]:
             everything = [(0, handle.shard.numel())]
             yield f"{mesh.shard_rank}", handle, everything, [*range(len(handle.fqns))]
         return
-    by_place: dict[str, list[int]] = {}
-    for i in range(len(handle.fqns)):
-        by_place.setdefault(own.place(i), []).append(i)
-    for place, indices in by_place.items():
+    by_place: dict[tuple[DeviceMesh | None, str], list[int]] = {}
+    for i, spec in enumerate(own.specs):
+        by_place.setdefault((spec.mesh if spec is not None else None, own.place(i)), []).append(i)
+    for (_, place), indices in by_place.items():
         sharded = prod(device_mesh.size(dim) for device_mesh, dim in own.sharded_dims(indices[0]))
         if mesh.peers.size() > mesh.shard_world_size * sharded:
             ranges = [handle.local_shards[i][:2] for i in indices]

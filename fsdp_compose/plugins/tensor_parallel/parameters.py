@@ -145,7 +145,8 @@ class TensorParallel:
     """How the parameters of one flat parameter are placed on meshes of their own."""
 
     __slots__ = (
-        "_dtensors", "_own_dims", "_transports", "is_shown_as_stored", "is_shown_on_data_dims", "shown", "specs",
+        "_dtensors", "_groups", "_own_dims", "_transports",
+        "is_shown_as_stored", "is_shown_on_data_dims", "shown", "specs",
     )  # fmt: skip
 
     def __init__(self, specs: Sequence[DTensorSpec | None], shown: Sequence[Shown]) -> None:
@@ -158,6 +159,8 @@ class TensorParallel:
         self._dtensors = [(i, spec) for i, spec in enumerate(specs) if spec is not None]
         meshes = dict.fromkeys(spec.mesh for _, spec in self._dtensors)
         self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}
+        dims = [self.sharded_dims(i) for i in range(len(specs))]
+        self._groups = [tuple(mesh.get_group(dim) for mesh, dim in own) for own in dims]
 
     @staticmethod
     def of(params: Sequence[nn.Parameter]) -> TensorParallel | None:
@@ -193,8 +196,7 @@ class TensorParallel:
         """Parameters by the process groups of these dimensions."""
         found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for i in indices:
-            groups = tuple(mesh.get_group(dim) for mesh, dim in self.sharded_dims(i))
-            found.setdefault(groups, []).append(i)
+            found.setdefault(self._groups[i], []).append(i)
         return found
 
     def place(self, index: int) -> str:
