@@ -134,6 +134,20 @@ def test_products_in_a_dtype_that_the_file_does_not_have_are_refused():
     assert PRESETS["h100"].device.seconds(whole) == pytest.approx(4e-6)
 
 
+def test_products_of_few_rows_reach_a_smaller_part_of_the_rate():
+    """The weight has to be read for a few rows too, and a kernel takes some time for any number."""
+    device, columns = PRESETS["h100"].device, 4096
+
+    def rate(rows: int) -> float:
+        nbytes = 2 * (2 * rows * columns + columns**2)
+        product = Operation("mm", "forward", 2.0 * rows * columns**2, nbytes, torch.bfloat16)
+        return product.flops / device.seconds(product)
+
+    rates = [rate(rows) for rows in (1, 16, 128, 4096)]
+    assert rates == sorted(rates) and rates[0] < 0.01 * rates[-1] < rates[1]
+    assert rates[1] < 0.2 * rates[-1] and 0.8 < rates[-1] / device.matmul["bfloat16"] < 1
+
+
 # ---- Presets
 
 
