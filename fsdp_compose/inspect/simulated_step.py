@@ -159,7 +159,7 @@ def simulate(
         without_sync: the step has a micro-batch before its last one, and this context around it: ``no_sync``.
 
     Raises:
-        RuntimeError: there is a process group already.
+        RuntimeError: there is a process group already, or no address space for the model.
     """
     if dist.is_initialized():
         raise MisuseRuntimeError(
@@ -174,6 +174,15 @@ def simulate(
     try:
         stay_on_cpu()
         return _Simulation(world_size, note, without_sync).run(build, make_optimizer)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        what = str(error).partition("\n")[0]
+        raise MisuseRuntimeError(
+            f"plan(): this machine has no address space for a tensor of the model ({what}). Nothing is written there, "
+            "but Linux refuses what is larger than all memory, unless it is told otherwise: sysctl "
+            "vm.overcommit_memory=1. Or plan on a machine with more memory, or a model of smaller tensors"
+        ) from error
     finally:
         gc.collect()  # models are cycles: the memory is needed for the next
         if freezes:

@@ -258,6 +258,12 @@ def test_without_an_optimizer_there_is_no_state():
     assert "no optimizer" in found.text()
 
 
+def test_a_tensor_for_which_the_machine_has_no_addresses_is_an_error_that_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"no address space .* you tried to allocate \d+ bytes.*overcommit_memory=1"):
+        plan(lambda: nn.Linear(1 << 24, 1 << 24, device="meta"), batch=1, seq=1)  # a petabyte
+    assert not dist.is_initialized()
+
+
 def test_no_memory_is_taken_and_nothing_is_computed():
     """Parameters of 26 GB, and activations of more, in a process that may not have them."""
 
