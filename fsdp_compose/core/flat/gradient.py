@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn as nn
 
-from ..._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set_local_tensor, storage_use_counter
+from ..._torch import (
+    PlainAttributes,
+    foreach_zero_,
+    gradient_hooks,
+    post_accumulate_hooks,
+    set_local_tensor,
+    storage_use_counter,
+)
 from ...errors import MisuseRuntimeError
 from .gradient_hooks import GradientHooks
 from .param_kind import expect_gradient
@@ -327,9 +334,7 @@ class ShardedGradient:
         memory = self.memory
         memory.zero_gaps()
         if 0 in self._is_published:
-            for done, local in zip(self._is_published, memory.locals, strict=True):
-                if not done:
-                    local.zero_()
+            foreach_zero_([memory.locals[i] for i, done in enumerate(self._is_published) if not done])
 
     def follow_user(self) -> bool:
         """Make sharded parameters and flat views agree after the user has changed gradients of either.

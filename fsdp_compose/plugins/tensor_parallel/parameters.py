@@ -253,6 +253,8 @@ class TensorParallel:
         result, has_terms = [*grads], False
         for i, spec in self._dtensors:
             grad = grads[i]
+            if grad is None:
+                continue
             if not isinstance(grad, DTensor):
                 has_terms = has_terms or bool(self._summed_dims(i, grad))
                 continue
