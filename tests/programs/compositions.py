@@ -479,7 +479,9 @@ def made_possible(composition: Composition) -> Composition:
     if kinds & {"few experts", "tensor", "sequence"} or any(layout.tp == 3 for layout in layouts):
         # What ranks hold may be uneven, so that they would have different rows.
         changes["granularity"] = None if composition.granularity == "rows" else composition.granularity
-    if changes.get("stays", composition.stays) == 2 and not all(piece.reshard == 2 for piece in pieces):
+    # Of two ranks, two are all: a group that was made with 2 was made with True.
+    keeps_parts = all(piece.reshard == 2 for piece in pieces) and not any(layout.fsdp == 2 for layout in layouts)
+    if changes.get("stays", composition.stays) == 2 and not keeps_parts:
         changes["stays"] = False
     return replace(composition, pieces=pieces, **changes)
 
