@@ -74,7 +74,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """Those of one rank."""
+    """The routed experts that one rank computes with."""
 
     def forward(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         routed = [

@@ -218,3 +218,26 @@ def test_weight_that_one_rank_alone_freezes_is_an_error_on_every_rank(when):
         loss.backward()
     assert "optional" not in str(error.value)
     assert all(param.grad is None for param in model.parameters())
+
+
+@distributed(world_size=1)
+def test_an_optional_group_follows_what_forward_sets_too():
+    """Alone, a rank runs it as any other group."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.trains = nn.Linear(4, 4), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.layer.weight.requires_grad_(self.trains)
+            return self.layer(x)
+
+    model = Model()
+    fully_shard(model.layer, optional=True)
+    fully_shard(model)
+    for model.trains in (True, False, True):
+        model(torch.ones(2, 4)).sum().backward()
+        assert (model.layer.weight.grad is not None) == model.trains
+        assert model.layer.bias.grad is not None
+        model.zero_grad()

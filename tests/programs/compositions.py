@@ -487,7 +487,7 @@ def made_possible(composition: Composition) -> Composition:
 
 
 def simpler(composition: Composition) -> Iterator[Composition]:
-    """The same with one thing less."""
+    """Yield compositions that have one feature, option or layer less."""
     for item in fields(composition):
         if item.name not in ("layout", "pieces", "system"):
             yield replace(composition, **{item.name: item.default})

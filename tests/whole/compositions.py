@@ -3,7 +3,7 @@
     python -m tests.whole.compositions --seconds 600 --ranks 2 4     # as many as it can, other ones with another --seed
     python -m tests.whole.compositions --system FSDP2                # in FSDP2's spelling; drop_in runs it too
 
-Those that are wrong are printed with one thing less in each, as far as they stay wrong.
+A wrong composition is printed after features, options and layers were taken away as long as it stays wrong.
 """
 
 from __future__ import annotations

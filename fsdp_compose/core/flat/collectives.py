@@ -22,7 +22,7 @@ from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas
 
-KEPT, _, REDUCED = Contribution
+KEPT, REDUCED = Contribution.KEPT, Contribution.REDUCED
 
 
 # ---- The input of a reduction: pooled memory, and the gradients that are copied there

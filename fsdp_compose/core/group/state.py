@@ -404,9 +404,10 @@ class Scheduler(Protocol):
     def refresh_kept(self, root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
         """An outermost forward begins, with a flat parameter still gathered: gather again if it may be out of date."""
 
-    def check_forward(self, root: Root, state: _FSDPState) -> None:
+    def check_forward(self, root: Root, state: _FSDPState) -> bool:
         """Called before a forward of a group is counted, if the scheduler ``skips``: an error here is one of a forward
-        that has not begun."""
+        that has not begun. Returns whether the scheduler follows ``requires_grad`` in the group itself, on all
+        ranks."""
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         """A forward of a group begins: gather the group, and prefetch the next one."""

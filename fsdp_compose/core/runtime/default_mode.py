@@ -256,11 +256,10 @@ class DefaultMode:
         if is_recomputed:
             scheduler.before_recomputation(root, state, use)
         else:
-            if scheduler.skips:
-                scheduler.check_forward(root, state)
+            follows = not (scheduler.skips and scheduler.check_forward(root, state))
             # Counted before it gathers: if that raises, the iteration was interrupted, and all ranks recover from it.
             forward.depth += 1
-            if use is not None and state.persistent.num_toggles != requires_grad_writes.count:
+            if follows and use is not None and state.persistent.num_toggles != requires_grad_writes.count:
                 follow_requires_grad_writes(root, state)
             scheduler.before_forward(root, state, use)
             if len(state.modules) > 1 and not state.progress.pending_modules:

@@ -26,7 +26,7 @@ from ..group import (
 )
 from ..ragged import requires_grad_writes
 
-KEPT, SCATTERED, REDUCED = Contribution
+KEPT, SCATTERED, REDUCED = Contribution.KEPT, Contribution.SCATTERED, Contribution.REDUCED
 
 
 def note_all_gather(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
@@ -191,8 +191,6 @@ def follow_requires_grad(root: Root, state: _FSDPState) -> None:
 def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
     """Take over changes of ``requires_grad`` before a forward of a group under grad mode, if any was set since the last
     one."""
-    if state.options.is_optional:
-        return  # the scheduler follows them on all ranks, not only on those that run the group
     count = requires_grad_writes.count
     if any([handle.was_toggled() for handle in state._handles]):
         follow_requires_grad(root, state)
@@ -307,7 +305,8 @@ class FixedOrder:
             root.communicator.refresh(handle)
             handle.unsharded.be_left(state.options.is_held)
 
-    def check_forward(self, root: Root, state: _FSDPState) -> None: ...
+    def check_forward(self, root: Root, state: _FSDPState) -> bool:
+        return False
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         unshard_for_use(root, state)

@@ -121,9 +121,10 @@ class SkippingOrder(FixedOrder):
     def refresh_kept(self, root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
         """Do nothing: ``begin_forward`` has resharded the groups, or noted that they are old."""
 
-    def check_forward(self, root: Root, state: _FSDPState) -> None:
+    def check_forward(self, root: Root, state: _FSDPState) -> bool:
         self._check_place(root, state)
         self._refuse_unannounced(state)
+        return self._is_optional(state)
 
     def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
         """Request an optional group; gather any other one at a sync point, with the groups that come next."""
