@@ -6,6 +6,8 @@ is raised can be pickled, and copied to other processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FSDPComposeError(Exception):
     """The base of the classes below. What is none of them stays a built-in error: an operator that sharded tensors do
@@ -54,3 +56,25 @@ def name_of(error: BaseException) -> str:
 def class_of(name: str) -> type[RuntimeError]:
     """The class that ``name_of`` means; RuntimeError for what has none here."""
     return _BY_NAME.get(name, RuntimeError)
+
+
+def text_of(problem: str | Exception) -> str:
+    """Format a problem, or the exception that it is, for an error that other ranks raise too."""
+    if isinstance(problem, str):
+        return problem
+    if str(problem) and (isinstance(problem, FSDPComposeError) or type(problem) is RuntimeError):
+        return str(problem)
+    return f"{type(problem).__name__}: {problem}"
+
+
+_MAX_LINES = 20  # of problems that an error lists
+
+
+def list_problems(what: str, problems: Sequence[str], remedy: str) -> str:
+    """Format several problems as one text; empty if there are none."""
+    if not problems:
+        return ""
+    lines = [f"  {problem}" for problem in problems[:_MAX_LINES]]
+    if len(problems) > _MAX_LINES:
+        lines.append(f"  and {len(problems) - _MAX_LINES} more")
+    return "\n".join([f"{what}; nothing was changed:", *lines, remedy])

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from .._arguments import checked
 from ..errors import MisuseRuntimeError
-from ..extension import ask_all, attempt_together, has_peers, is_first, kept_for, says_what_it_holds
+from ..extension import Peers, kept_for, says_what_it_holds
 from .folders import hold_lock, local_folder, meeting_of
 from .planner import SavePlanner, with_string_keys
 from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state
@@ -129,7 +129,7 @@ class Saver:
             RuntimeError: on every rank: as for ``checkpoint.save``; the last save has failed, or not ended in time;
                 or there is no room for the copy.
         """
-        return self._save(self._group or dist.group.WORLD, state_dict, local_folder(folder), wait)
+        return self._save(Peers(self._group or dist.group.WORLD, CALL), state_dict, local_folder(folder), wait)
 
     @property
     def pid(self) -> int:
@@ -152,22 +152,20 @@ class Saver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _save(
-        self, group: dist.ProcessGroup | None, state_dict: Mapping[str, Any], folder: Path, wait: bool
-    ) -> SaveFuture:
+    def _save(self, peers: Peers, state_dict: Mapping[str, Any], folder: Path, wait: bool) -> SaveFuture:
         if self._underway.pid != os.getpid():  # in a fork: the parent's writer reads this memory
             staging, timeout = self._staging.folder, timedelta(seconds=self._timeout)
             Saver.__init__(self, process_group=self._group, staging=staging, timeout=timeout)
         with torch.no_grad(), torch.inference_mode(False), contextlib.ExitStack() as waiting:
-            begun = begin_save(group, CALL, state_dict, folder, before=partial(self._finish_last, wait))
-            with abandoning(group, begun):
+            begun = begin_save(peers, state_dict, folder, before=partial(self._finish_last, wait))
+            with abandoning(peers, begun):
                 planner = _Planner(share=begun.share)
-                planner.set_up_planner(begun.state, is_coordinator=is_first(group))
+                planner.set_up_planner(begun.state, is_coordinator=peers.is_first)
                 signature = _signature(planner)
                 is_kept = signature is not None and signature == self._kept.signature
-                if not ask_all(group, f"{CALL}: kept plan", is_kept, all):
-                    self._kept = _Kept(signature, *_plan_together(group, planner, begun))
-                copied = attempt_together(group, CALL, self._copy, planner, begun, group, waiting)
+                if not peers.ask("kept plan", is_kept, all):
+                    self._kept = _Kept(signature, *_plan_together(peers, planner, begun))
+                copied = peers.attempt(self._copy, planner, begun, peers, waiting)
             copied.future.set_running_or_notify_cancel()
             self._underway.future = copied.future
             copied.go.put(copied)
@@ -180,9 +178,7 @@ class Saver:
         except RuntimeError as error:  # which gets the name of the call again
             raise type(error)(str(error).removeprefix(f"{CALL}: ")) from error
 
-    def _copy(
-        self, planner: SavePlanner, begun: Begun, group: dist.ProcessGroup | None, waiting: contextlib.ExitStack
-    ) -> _Copied:
+    def _copy(self, planner: SavePlanner, begun: Begun, peers: Peers, waiting: contextlib.ExitStack) -> _Copied:
         """Copy this rank's part of the state, take the lock that the writer will hold, and start the thread that sends
         the part to the writer when all ranks have copied theirs."""
         kept = self._kept
@@ -193,9 +189,9 @@ class Saver:
         values = self._staging.copy(data, places)
         if kept.layout is None or kept.layout.places != places:
             kept.layout = Layout(kept.plan, places, kept.metadata)
-        (rank, size), about = _rank_and_size(group), (values, begun.numbers, self._staging.nbytes, self._timeout)
-        request = Request(begun.folder, begun.token, rank, size, kept.layout, *about)
-        lock = os.fdopen(hold_lock(meeting_of(begun.folder, begun.token) / f"{rank}.lock"), "wb", buffering=0)
+        about = (values, begun.numbers, self._staging.nbytes, self._timeout)
+        request = Request(begun.folder, begun.token, peers.rank, peers.size, kept.layout, *about)
+        lock = os.fdopen(hold_lock(meeting_of(begun.folder, begun.token) / f"{peers.rank}.lock"), "wb", buffering=0)
         copied = _Copied(request, self._underway.running(), lock)
         # On a thread, because Ctrl-C and handlers of signals interrupt the main thread alone. If none can be started,
         # all ranks raise.
@@ -267,7 +263,7 @@ def async_save(
         saving.result()
     """
     group, folder = process_group or dist.group.WORLD, local_folder(folder)
-    return kept_for(group or _Alone, Saver)._save(group, state_dict, folder, wait)
+    return kept_for(group or _Alone, Saver)._save(Peers(group, CALL), state_dict, folder, wait)
 
 
 class _Alone:
@@ -313,10 +309,6 @@ class _Copied:
     is_sent: threading.Event = field(default_factory=threading.Event)
 
 
-def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return (0, 1) if group is None else (group.rank(), group.size())
-
-
 def _signature(planner: SavePlanner) -> list[Any] | None:
     """Return what the plan for a state depends on; ``None`` if a value makes its own."""
     found: list[Any] = [planner.share, planner.mappings]
@@ -336,29 +328,27 @@ def _signature(planner: SavePlanner) -> list[Any] | None:
     return found
 
 
-def _plan_together(
-    group: dist.ProcessGroup | None, planner: SavePlanner, begun: Begun
-) -> tuple[SavePlan, Metadata | None]:
+def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> tuple[SavePlan, Metadata | None]:
     """Make the plans of all ranks one: the first rank compares them, and says who writes what several have."""
-    plan = attempt_together(group, CALL, planner.create_local_plan)
+    plan = peers.attempt(planner.create_local_plan)
     plans: list[Any] = [plan]
-    if has_peers(group):
-        plans = [None] * group.size()
-        with completing(group, CALL, begun.folder):
-            dist.gather_object(plan, plans if is_first(group) else None, group=group, group_dst=0)
+    if peers.several:
+        plans = [None] * peers.size
+        with completing(peers, begun.folder):
+            dist.gather_object(plan, plans if peers.is_first else None, group=peers.group, group_dst=0)
 
     def compare() -> tuple[list[SavePlan], Metadata] | None:
-        if not is_first(group):
+        if not peers.is_first:
             return None
         made, metadata = planner.create_global_plan(plans)
         return FolderWriter(begun.path).prepare_global_plan(made), metadata
 
-    made = attempt_together(group, CALL, compare)
+    made = peers.attempt(compare)
     final, metadata = made or (None, None)
-    if has_peers(group):
+    if peers.several:
         mine: list[Any] = [None]
-        with completing(group, CALL, begun.folder):
-            dist.scatter_object_list(mine, final, group=group, group_src=0)
+        with completing(peers, begun.folder):
+            dist.scatter_object_list(mine, final, group=peers.group, group_src=0)
         return planner.finish_plan(mine[0]), metadata
     assert final is not None
     return planner.finish_plan(final[0]), metadata

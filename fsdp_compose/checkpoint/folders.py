@@ -51,8 +51,7 @@ from torch.distributed.checkpoint.metadata import (
 from typing_extensions import Buffer
 
 from .._torch import StorageInfo
-from ..errors import CheckpointDamagedError, MisuseError, MisuseRuntimeError
-from ..extension import problem_text
+from ..errors import CheckpointDamagedError, MisuseError, MisuseRuntimeError, text_of
 
 try:
     from isal.isal_zlib import crc32  # the same checksum, faster
@@ -186,7 +185,7 @@ def _read_manifest(content: bytes) -> tuple[dict[str, tuple[int, int]], frozense
         _require(saved is None or [*map(type, saved)] == [str, int, str], f"{saved} is no save")
         return files, frozenset(_path(path) for path in listed.get(NUMBERS, ())), saved
     except Exception as error:  # damaged JSON may raise anything
-        raise ValueError(f"{MANIFEST} is not as it was written: {problem_text(error)}") from error
+        raise ValueError(f"{MANIFEST} is not as it was written: {text_of(error)}") from error
 
 
 def next_save(folder: Path) -> Saved:
@@ -643,7 +642,7 @@ def _of_another_version(folder: Path, lists: Lists, error: Exception) -> str:
 
 
 def _damaged(folder: Path, error: Exception) -> CheckpointDamagedError:
-    reason = str(error) if type(error) in (ValueError, pickle.UnpicklingError) else problem_text(error)
+    reason = str(error) if type(error) in (ValueError, pickle.UnpicklingError) else text_of(error)
     return CheckpointDamagedError(
         f"{folder} is damaged: its list of files cannot be read ({reason}). Load an earlier checkpoint"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,28 +21,21 @@ import torch
 import torch.nn as nn
 
 from .._arguments import checked, size_of
-from ..errors import CheckpointDamagedError, MisuseRuntimeError
+from ..errors import CheckpointDamagedError, MisuseRuntimeError, list_problems, text_of
 from ..extension import (
     CompositeDTensor,
     Described,
     ModelNames,
     ModelPlan,
+    Peers,
     RaggedDTensor,
     StateDictOptions,
     Target,
-    agree,
-    attempt,
-    attempt_together,
     commit_model,
     entries_of,
     gather_values,
-    group_of,
-    is_first,
-    list_problems,
     local_of,
     plan_model,
-    problem_text,
-    refuse_lost_ranks,
     shard_whole,
 )
 from .folders import METADATA, abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
@@ -105,30 +98,39 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int | str =
     """
     max_file_bytes = size_of(max_file_bytes, "save_hf(max_file_bytes={})")
     names, folder, token = ModelNames(model), local_folder(folder), new_token()
-    group = group_of(names)
-    is_here = is_first(group)  # only the first rank uses its token: no other rank writes
+    peers = Peers.of(names, "save_hf()")
+    is_here = peers.is_first  # only the first rank uses its token: no other rank writes
     importlib.import_module("safetensors.torch")  # assumed to be missing on all ranks or on none
 
     def begin() -> dict[str, torch.Tensor]:
         tensors = _tensors(names)
-        refuse_lost_ranks(tensors)
+        peers.refuse_lost(tensors)
         if is_here:
             begin_folder(folder, token)
         return tensors
 
-    tensors = attempt_together(group, "save_hf()", begin, facts=lambda tensors: [str(folder), *tensors])
+    tensors = peers.attempt(begin, facts=lambda tensors: [str(folder), *tensors])
     plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
     problem: str | Exception = ""
     wholes = _stream(names, tensors, is_here)
     for file, fqns in plan.files.items():
         content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
         if is_here and not problem:  # the other ranks keep gathering, and learn of a problem at the end
-            _, problem = attempt(_write, partial_of(folder) / token / file, content)
+            problem = _problem_of(_write, partial_of(folder) / token / file, content)
     if is_here and not problem:
-        _, problem = attempt(_finish, folder, token, plan)
+        problem = _problem_of(_finish, folder, token, plan)
     if is_here and problem:
         abandon_folder(folder, token)
-    agree(group, "save_hf()", [str(folder)], problem)
+    peers.agree([str(folder)], problem)
+
+
+def _problem_of(function: Callable[..., Any], *arguments: Any) -> str | Exception:
+    """Call a function. Return its exception, for ``Peers.agree``; empty if there is none."""
+    try:
+        function(*arguments)
+        return ""
+    except Exception as error:
+        return error
 
 
 def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
@@ -224,7 +226,7 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
         ModuleNotFoundError: the package ``safetensors`` is not installed.
     """
     names, folder = ModelNames(model), local_folder(folder)
-    group = group_of(names)
+    peers = Peers.of(names, "load_hf()")
 
     def plan_to_load() -> tuple[ModelPlan, dict[str, _Stored]]:
         found = _look_into(folder)
@@ -234,13 +236,13 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
             raise MisuseRuntimeError(problem)
         return plan, found
 
-    plan, found = attempt_together(group, "load_hf()", plan_to_load, facts=lambda made: [str(folder), *made[0].facts])
+    plan, found = peers.attempt(plan_to_load, facts=lambda made: [str(folder), *made[0].facts])
 
     def read() -> dict[str, torch.Tensor]:
         return {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()}
 
-    values = attempt_together(group, "load_hf()", read)
-    return attempt_together(group, "load_hf()", commit_model, plan, values)
+    values = peers.attempt(read)
+    return peers.attempt(commit_model, plan, values)
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ def _read_index(path: Path) -> dict[str, str]:
             if not isinstance(name, str) or Path(name).name != name or "\0" in name:
                 raise ValueError(f"it lists {fqn} in {name!r}, which is not the name of a file in this folder")
     except Exception as error:  # malformed JSON may raise anything
-        raise CheckpointDamagedError(f"{path} is damaged: {problem_text(error)}") from error
+        raise CheckpointDamagedError(f"{path} is damaged: {text_of(error)}") from error
     return weight_map
 
 
@@ -335,7 +337,7 @@ def _read_header(path: Path) -> dict[str, Described]:
     try:
         json.loads(header, object_pairs_hook=_without_twins)  # of duplicates, the library uses the last
     except (ValueError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{path} is damaged: {problem_text(error)}") from error
+        raise CheckpointDamagedError(f"{path} is damaged: {text_of(error)}") from error
     try:
         with safe_open(path, framework="pt") as opened:
             return {fqn: _describe(opened, fqn) for fqn in opened.keys()}

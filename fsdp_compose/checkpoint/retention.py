@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .._arguments import checked
-from ..errors import MisuseError
-from ..extension import ask_all, attempt_together, has_peers, is_first, problem_text
+from ..errors import MisuseError, text_of
+from ..extension import Peers
 from .folders import (
     MANIFEST,
     METADATA,
@@ -57,19 +57,17 @@ def latest(
         wait_for_saves: seconds to wait for an ``async_save`` into the folder whose trainer may have died, and which its
             writer still completes: else a job that was restarted would begin one checkpoint too early.
     """
-    group, folder = process_group or dist.group.WORLD, local_folder(folder)
+    peers, folder = Peers(process_group or dist.group.WORLD, "latest()"), local_folder(folder)
 
     def look() -> str:
-        if not is_first(group):
+        if not peers.is_first:
             return ""
         ends = time.monotonic() + wait_for_saves
         while time.monotonic() < ends and any(map(is_being_written, folder.glob("*.partial/meet-*"))):
             time.sleep(_PAUSE)
         return _newest(_found(folder, "latest()"))
 
-    found = attempt_together(group, "latest()", look)
-    if has_peers(group):
-        found = ask_all(group, "latest(): the newest checkpoint", found, lambda brought: brought[0])
+    found: str = peers.ask("the newest checkpoint", peers.attempt(look), lambda brought: brought[0])
     return Path(found) if found else None
 
 
@@ -173,7 +171,7 @@ def _found(folder: Path, call: str) -> list[_Checkpoint]:
             found.append(_Checkpoint(path, contents.saved, name))
         except (OSError, RuntimeError) as error:
             if os.path.lexists(path):  # else another rank deletes it
-                passed.append(problem_text(error))
+                passed.append(text_of(error))
     if passed:
         warnings.warn(f"{call} passed over: " + "; ".join(passed))
     return found

@@ -36,26 +36,20 @@ from torch.utils.serialization import config as serialization
 
 from .._arguments import checked
 from .._import_checks import is_untested
-from ..errors import FSDPComposeError, MisuseRuntimeError, MisuseTypeError, RankLostError, class_of, name_of
+from ..errors import FSDPComposeError, MisuseRuntimeError, MisuseTypeError, RankLostError, class_of, name_of, text_of
 from ..extension import (
     Optimizers,
+    Peers,
     Target,
     as_options,
-    ask_all,
-    attempt_together,
     empty_on,
     get_model_state_dict,
     get_state_dict,
-    has_peers,
-    is_first,
     load_into,
     noticing_loss,
-    problem_text,
-    refuse_lost_ranks,
     set_model_state_dict,
     set_state_dict,
     state_placer,
-    tell_and_compare,
 )
 from .folders import (
     MANIFEST,
@@ -129,7 +123,7 @@ def telling() -> Iterator[None]:
 def _with_reason(error: Exception) -> str:
     """Format an error with the system error behind it."""
     # When a disk is full, the error of torch's writer only has positions in a file; why is in an earlier one.
-    text, earlier = problem_text(error), cast(BaseException | None, error)
+    text, earlier = text_of(error), cast(BaseException | None, error)
     while earlier is not None and not isinstance(earlier, OSError):
         earlier = earlier.__cause__ or earlier.__context__
     if earlier is None:
@@ -147,9 +141,9 @@ class Reader(FileSystemReader):
 
     refusal: RuntimeError | None = None
 
-    def __init__(self, contents: Contents, allow_pickle: bool, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, contents: Contents, allow_pickle: bool, peers: Peers) -> None:
         super().__init__(contents.folder)
-        self._contents, self._allow_pickle, self._group = contents, allow_pickle, group
+        self._contents, self._allow_pickle, self._peers = contents, allow_pickle, peers
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         metadata = self._contents.metadata
@@ -166,7 +160,7 @@ class Reader(FileSystemReader):
         with telling():
             read = super().read_data
             try:
-                attempt_together(self._group, "load()", read, replace(plan, items=values), reader)
+                self._peers.attempt(read, replace(plan, items=values), reader)
                 if isinstance(planner, LoadPlanner):
                     planner.check(planner.original_state_dict)
             except RuntimeError as error:
@@ -230,19 +224,19 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         RuntimeError: on every rank: the folder exists, a value could not be loaded again, a plain tensor in an
             optimizer's state differs from rank to rank, or a rank did not arrive or could not write.
     """
-    group, folder = process_group or dist.group.WORLD, local_folder(folder)
-    begun = begin_save(group, "save()", state_dict, folder)
-    lock = meeting_of(begun.folder, begun.token) / f"save-{0 if group is None else group.rank()}.lock"
-    with abandoning(group, begun), closing(FolderWriter(begun.path, lock)) as writer:
-        with completing(group, "save()", begun.folder):
+    peers, folder = Peers(process_group or dist.group.WORLD, "save()"), local_folder(folder)
+    begun = begin_save(peers, state_dict, folder)
+    lock = meeting_of(begun.folder, begun.token) / f"save-{peers.rank}.lock"
+    with abandoning(peers, begun), closing(FolderWriter(begun.path, lock)) as writer:
+        with completing(peers, begun.folder):
             dcp.save(
                 begun.state,
                 storage_writer=writer,
                 planner=SavePlanner(share=begun.share),
                 process_group=process_group,
-                no_dist=group is None,
+                no_dist=peers.group is None,
             )
-        _complete(writer, begun, group)
+        _complete(writer, begun, peers)
 
 
 @dataclass(frozen=True)
@@ -269,8 +263,7 @@ class Begun:
 
 
 def begin_save(
-    group: dist.ProcessGroup | None,
-    call: str,
+    peers: Peers,
     state_dict: Mapping[str, Any],
     folder: Path,
     before: Callable[[], None] = lambda: None,
@@ -285,11 +278,11 @@ def begin_save(
         before()
         plain = plain_state(state_dict)
         state = with_string_keys(plain)
-        values, digests = flattened(state), optimizer_digests(state) if has_peers(group) else {}
-        refuse_lost_ranks(state)
+        values, digests = flattened(state), optimizer_digests(state) if peers.several else {}
+        peers.refuse_lost(state)
         refuse_unreadable(values)
         keys = keys_of(values)
-        if is_first(group):
+        if peers.is_first:
             try:
                 begin_folder(folder, token)
             except OSError as error:
@@ -297,40 +290,38 @@ def begin_save(
         return state, [*paths_of_numbers(plain)], keys, digests
 
     token = new_token()
-    with abandoning(group, Begun({}, [], folder, token, None)):
-        begun = attempt_together(group, call, begin, facts=lambda made: [str(folder), *made[0]])
+    with abandoning(peers, Begun({}, [], folder, token, None)):
+        begun = peers.attempt(begin, facts=lambda made: [str(folder), *made[0]])
         state, numbers, keys, digests = begun
-        told, is_alike = tell_and_compare(group, call, "the owner of the folder", token, keys, digests)
-        save_for_each_rank(group, call, state)
-    share = (group.rank(), group.size()) if is_alike and group is not None else None
+        told, is_alike = peers.compare("the owner of the folder", token, keys, digests)
+        save_for_each_rank(peers, state)
+    share = (peers.rank, peers.size) if is_alike and peers.group is not None else None
     return Begun(state, numbers, folder.absolute(), told, share)  # whatever os.chdir() comes
 
 
 @contextmanager
-def abandoning(group: dist.ProcessGroup | None, begun: Begun) -> Iterator[None]:
+def abandoning(peers: Peers, begun: Begun) -> Iterator[None]:
     """Inside this context, an error that all ranks raise makes the first rank delete the folder."""
     try:
         yield
     except RuntimeError:
-        if is_first(group):
+        if peers.is_first:
             abandon_folder(begun.folder, begun.token)
         raise
 
 
 @contextmanager
-def completing(group: dist.ProcessGroup | None, call: str, folder: Path) -> Iterator[None]:
+def completing(peers: Peers, folder: Path) -> Iterator[None]:
     """Inside this context, errors of collectives say that the checkpoint was not completed."""
     with (
-        _explaining_failures(group, call, lambda _: f"{folder} was not completed"),
-        _noticing_loss(group, call),
+        _explaining_failures(peers, lambda _: f"{folder} was not completed"),
+        _noticing_loss(peers),
     ):
         yield
 
 
 @contextmanager
-def _explaining_failures(
-    group: dist.ProcessGroup | None, call: str, consequence: Callable[[BaseException], str]
-) -> Iterator[None]:
+def _explaining_failures(peers: Peers, consequence: Callable[[BaseException], str]) -> Iterator[None]:
     """Inside this context, errors of ``torch.distributed.checkpoint`` and of its collectives, whose own errors name no
     rank, become errors that name the call, and what they leave behind."""
     try:
@@ -339,35 +330,35 @@ def _explaining_failures(
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         text = str(cause) if isinstance(cause, (Told, FSDPComposeError)) else f"{type(cause).__name__}: {cause}"
         text = f"on rank {rank}: {text.rstrip('.')}. {consequence(error)}"
-        raise class_of(name_of(cause))(f"{call}: {text}") from error
+        raise class_of(name_of(cause))(f"{peers.call}: {text}") from error
     except RuntimeError as error:
-        if not has_peers(group):
+        if not peers.several:
             raise
         kind = type(error) if isinstance(error, FSDPComposeError) else RankLostError
         text = f"the ranks lost contact: another one has ended, or does not answer ({str(error).rstrip('.')})"
-        raise kind(f"{call}: {text}. {consequence(error)}") from error
+        raise kind(f"{peers.call}: {text}. {consequence(error)}") from error
 
 
-def _noticing_loss(group: dist.ProcessGroup | None, call: str) -> AbstractContextManager[None]:
-    return nullcontext() if group is None else noticing_loss(group, f"a collective of {call}")
+def _noticing_loss(peers: Peers) -> AbstractContextManager[None]:
+    return nullcontext() if peers.group is None else noticing_loss(peers.group, f"a collective of {peers.call}")
 
 
-def _complete(writer: FolderWriter, begun: Begun, group: dist.ProcessGroup | None) -> None:
+def _complete(writer: FolderWriter, begun: Begun, peers: Peers) -> None:
     """Verify the files that all ranks wrote, and rename the folder into place."""
     mine = (writer.entries, begun.numbers)
     parts: list[Any] = [mine]
-    if has_peers(group):
-        parts = [None] * group.size()
-        with completing(group, "save()", begun.folder):
-            dist.gather_object(mine, parts if is_first(group) else None, group=group, group_dst=0)
+    if peers.several:
+        parts = [None] * peers.size
+        with completing(peers, begun.folder):
+            dist.gather_object(mine, parts if peers.is_first else None, group=peers.group, group_dst=0)
 
     def finish() -> None:
-        if is_first(group):
+        if peers.is_first:
             files = {name: entry for part, _ in parts for name, entry in part.items()}
             finish_save(writer, begun.folder, begun.token, files, [path for _, paths in parts for path in paths])
             end_meeting(begun.folder, begun.token)
 
-    attempt_together(group, "save()", finish)
+    peers.attempt(finish)
 
 
 def finish_save(
@@ -438,8 +429,7 @@ def load(
             of ``state_dict``, or has a parameter that ``state_dict`` has no place for; another number of ranks saved
             what each had for itself; or a rank did not arrive. Nothing was changed, unless the error says so.
     """
-    group, folder = process_group or dist.group.WORLD, local_folder(folder)
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    peers, folder = Peers(process_group or dist.group.WORLD, "load()"), local_folder(folder)
 
     def begin() -> tuple[dict[str, Any], dict[str, Any], Lists]:
         plain = plain_state(state_dict)
@@ -447,54 +437,55 @@ def load(
         state = with_string_keys(plain)
         with torch.inference_mode(False):
             _give_memory(state)
-        return plain, state, read_lists(folder) if rank == 0 else {}
+        return plain, state, read_lists(folder) if peers.rank == 0 else {}
 
-    plain, state, lists = attempt_together(group, "load()", begin, facts=lambda made: [str(folder), *made[1]])
-    if has_peers(group):  # thousands of ranks that read one file at once would wait for each other
+    plain, state, lists = peers.attempt(begin, facts=lambda made: [str(folder), *made[1]])
+    if peers.several:  # thousands of ranks that read one file at once would wait for each other
         told = [lists]
-        with noticing_loss(group, "a collective of load()"):
-            dist.broadcast_object_list(told, group=group, group_src=0)
+        with _noticing_loss(peers):
+            dist.broadcast_object_list(told, group=peers.group, group_src=0)
         lists = told[0]
 
     def verified() -> Contents:
         contents = understood(folder, lists, allow_pickle)
-        refuse_damage(contents, rank, size)
+        refuse_damage(contents, peers.rank, peers.size)
         return contents
 
-    contents = attempt_together(group, "load()", verified)
-    if rank == 0 and not contents.is_verifiable:
+    contents = peers.attempt(verified)
+    if peers.rank == 0 and not contents.is_verifiable:
         warnings.warn(f"{folder} has no {MANIFEST}: only the sizes of its files were verified, not their contents")
     planner = planner or LoadPlanner(allow_pickle=allow_pickle)
     if isinstance(planner, LoadPlanner):
-        contents = _grow(group, state, contents)
-    reader = Reader(contents, allow_pickle, group)
+        contents = _grow(peers, state, contents)
+    reader = Reader(contents, allow_pickle, peers)
     try:
-        with _explaining_failures(group, "load()", _loaded_so_far):
-            dcp.load(state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=group is None)
+        with _explaining_failures(peers, _loaded_so_far):
+            dcp.load(
+                state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=peers.group is None
+            )
     except RuntimeError:
         if reader.refusal is not None:
             raise reader.refusal from None
         raise
     numbers = contents.numbers
     loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
-    attempt_together(group, "load()", _give_back, state_dict, loaded)
+    peers.attempt(_give_back, state_dict, loaded)
 
 
-def _grow(group: dist.ProcessGroup | None, state: dict[str, Any], contents: Contents) -> Contents:
+def _grow(peers: Peers, state: dict[str, Any], contents: Contents) -> Contents:
     """Return the contents as this rank sees them, and let ``state`` have places for what is below its names. What
     another rank has a place for belongs to its part of a model."""
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    metadata = attempt_together(group, "load()", for_rank, contents.metadata, rank, size, state.keys())
-    found = attempt_together(group, "load()", without_place, state, metadata)
+    metadata = peers.attempt(for_rank, contents.metadata, peers.rank, peers.size, state.keys())
+    found = peers.attempt(without_place, state, metadata)
     keys = [*contents.metadata.state_dict_metadata]
     own = "".join("01"[key in found or key not in metadata.state_dict_metadata] for key in keys)
 
     def lacked_by_all(brought: list[str]) -> str:
         return f"{reduce(and_, [int(bits or '0', 2) for bits in brought]):0{len(own)}b}"
 
-    bits = dict(zip(keys, ask_all(group, "load(): places", own, lacked_by_all), strict=False))
+    bits = dict(zip(keys, peers.ask("places", own, lacked_by_all), strict=False))
     lacking = {key: path for key, path in found.items() if bits.get(key) == "1" or is_beside(path[0], state[path[0]])}
-    attempt_together(group, "load()", make_places, state, metadata, lacking)
+    peers.attempt(make_places, state, metadata, lacking)
     return replace(contents, metadata=metadata)
 
 
@@ -512,7 +503,7 @@ def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 plain[key] = value.state_dict()
             except Exception as error:
-                raise RuntimeError(f"state_dict() of {key} raised {problem_text(error)}") from error
+                raise RuntimeError(f"state_dict() of {key} raised {text_of(error)}") from error
     return plain
 
 
@@ -527,7 +518,7 @@ def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
             before.load_state_dict(value)
         except Exception as error:
             raise RuntimeError(
-                f"everything was read, but load_state_dict() of {key} raised {problem_text(error)}"
+                f"everything was read, but load_state_dict() of {key} raised {text_of(error)}"
             ) from error
 
 

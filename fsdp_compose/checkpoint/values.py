@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
@@ -27,9 +26,8 @@ from ..extension import (
     GROUPS,
     STATE,
     Path,
-    ask_all,
+    Peers,
     digests_of,
-    has_peers,
     is_flattened,
     leaves_of,
     map_leaves,
@@ -158,16 +156,16 @@ def _parts_beside(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[s
             yield from _parts_beside(value, (*path, name))
 
 
-def save_for_each_rank(group: dist.ProcessGroup | None, call: str, state: dict[str, Any]) -> None:
+def save_for_each_rank(peers: Peers, state: dict[str, Any]) -> None:
     """Add to ``state`` what this rank has for itself: parts that another rank has otherwise. All ranks call it."""
-    if not has_peers(group):
+    if not peers.several:
         return
     parts = dict(_parts_beside(state))
     digests = {name: dict(_digests(value)) for name, value in parts.items()}
-    differing = ask_all(group, f"{call}: values of each rank", digests, _differing)
+    differing = peers.ask("values of each rank", digests, _differing)
     own = {name: parts[name] for name in differing if name in parts}
     if own:
-        state[_EACH] = {f"{group.rank()} of {group.size()}": own}
+        state[_EACH] = {f"{peers.rank} of {peers.size}": own}
 
 
 def is_of_one_rank(key: str) -> bool:

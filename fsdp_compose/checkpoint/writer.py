@@ -45,8 +45,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._torch import StorageInfo
-from ..errors import RankLostError, class_of, name_of
-from ..extension import problem_text
+from ..errors import RankLostError, class_of, name_of, text_of
 from .folders import (
     abandon_folder,
     end_meeting,
@@ -339,7 +338,7 @@ def is_being_written(meeting: Path) -> bool:
 
 
 def outcome_of(error: Exception) -> Outcome:
-    return name_of(error), problem_text(error).rstrip(".")
+    return name_of(error), text_of(error).rstrip(".")
 
 
 def error_of(outcome: Outcome) -> RuntimeError | None:
@@ -472,5 +471,5 @@ def main(descriptor: int) -> None:
         try:
             writer.save(request, descriptors, answer)
         except Exception as error:  # a report was impossible too; the lock is free now, so the others see an end
-            print(f"{CALL}, rank {request.rank}: {problem_text(error)}", file=sys.stderr, flush=True)
+            print(f"{CALL}, rank {request.rank}: {text_of(error)}", file=sys.stderr, flush=True)
             answer(outcome_of(error))

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu as original
 
 from .._torch import dtensor_spec
-from ..extension import ModelNames, agree, group_of
+from ..extension import ModelNames, Peers
 
 Kept = tuple[torch.Tensor, Any]  # this rank's part of a parameter, and its spec, None for a plain parameter
 
@@ -34,7 +34,7 @@ def fsdp2_sharded_load_from_cpu(model: nn.Module, cpu_sharded_state: dict[str, K
         if (kept := cpu_sharded_state.get(name)) is not None and _in_words(param) != _in_words(*kept)
     ]
     remedy = "; restore it into a model that is sharded in the same way as the kept one" if problems else ""
-    agree(group_of(ModelNames(model)), "fsdp2_sharded_load_from_cpu()", [], "; ".join(problems[:5]) + remedy)
+    Peers.of(ModelNames(model), "fsdp2_sharded_load_from_cpu()").agree([], "; ".join(problems[:5]) + remedy)
     alike = {name: (part, spec and target_spec) for name, (part, spec) in cpu_sharded_state.items()}
     original(model, alike, target_spec)
 

@@ -21,7 +21,7 @@ import torch.nn as nn
 from .._arguments import checked, size_of
 from .._torch import DTensorSpec, StridedShard, compute_local_shape_and_global_offset
 from ..errors import MisuseError, MisuseRuntimeError
-from ..extension import FlatParamHandle, Label, TensorParallel, Transport, group_of, is_first, transport_of
+from ..extension import FlatParamHandle, Label, Peers, TensorParallel, Transport, transport_of
 from .full_parameters import (
     BUCKET_BYTES,
     Range,
@@ -422,7 +422,7 @@ def changed_since(
     bucket_bytes = size_of(bucket_bytes, "changed_since(bucket_bytes={})")
     names = names_of(model)
     sources = sources_of(names, snapshot.dtype, include_buffers=False)
-    is_here = is_first(group_of(names))
+    is_here = Peers.of(names, "changed_since()").is_first
     gather = partial(_changes_of, snapshot=snapshot, rank0_only=rank0_only, is_here=is_here)
     options = f"bucket_bytes={bucket_bytes}, rank0_only={rank0_only}, a snapshot renewed {snapshot.num_renewals} times"
     problem = snapshot.why_unfit(sources)

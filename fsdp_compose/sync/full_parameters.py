@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -24,12 +23,9 @@ from ..extension import (
     DataParallelMesh,
     FlatParamHandle,
     ModelNames,
+    Peers,
     Transport,
-    agree,
-    ask_all,
-    group_of,
     handle_of,
-    is_first,
     is_sleeping,
     local_elements,
     local_of,
@@ -357,14 +353,11 @@ class Steps(Generic[T]):
     The consumer owns the tensors, but not the list, which advancing empties.
 
     Args:
-        call: the user's call, for messages.
-        group: the ranks; ``None``: this process alone.
         gather: gathers the contents of a run, on all ranks.
         problem: returns why this rank cannot continue; empty if it can. Local.
     """
 
-    _call: str
-    _group: dist.ProcessGroup | None
+    _peers: Peers
     _buckets: Sequence[Bucket]
     _gather: Callable[[Run], list[T]]
     _problem: Callable[[], str]
@@ -381,7 +374,9 @@ class Steps(Generic[T]):
 
     def __next__(self) -> list[T]:
         if self._is_over:
-            raise MisuseRuntimeError(f"{self._call}: buckets are only available inside its context, which has ended")
+            raise MisuseRuntimeError(
+                f"{self._peers.call}: buckets are only available inside its context, which has ended"
+            )
         # A loop that keeps nothing holds only one bucket.
         self._latest.clear()
         if self.is_complete:
@@ -427,8 +422,8 @@ class Steps(Generic[T]):
 
     def _meet(self, kind: str, what: str) -> list[str]:
         """Return the class and the text of the error of ranks that cannot continue together; empty if they can."""
-        judge = partial(_verdict, self._call)
-        verdict: list[str] = ask_all(self._group, f"{self._call}: its loop over buckets", [kind, what], judge)
+        judge = partial(_verdict, self._peers.call)
+        verdict: list[str] = self._peers.ask("its loop over buckets", [kind, what], judge)
         return verdict
 
 
@@ -503,7 +498,7 @@ def full_parameters(
     bucket_bytes = size_of(bucket_bytes, "full_parameters(bucket_bytes={})")
     names = names_of(model)
     sources = sources_of(names, dtype, include_buffers)
-    gather = partial(gather_run, rank0_only=rank0_only, is_first=is_first(group_of(names)))
+    gather = partial(gather_run, rank0_only=rank0_only, is_first=Peers.of(names, "full_parameters()").is_first)
     options = f"bucket_bytes={bucket_bytes}, rank0_only={rank0_only}"
     with in_step("full_parameters()", names, sources, bucket_bytes, options, gather) as steps:
         yield steps
@@ -520,8 +515,8 @@ def in_step(
     problem: str = "",
 ) -> Iterator[Steps[T]]:
     """Loop over buckets of ``sources``, with all ranks in step. ``problem`` says why this rank cannot begin."""
-    group: dist.ProcessGroup | None = group_of(names)
-    agree(group, call, [options, *(source.fact for source in sources)], problem or why_unreadable(sources))
+    peers = Peers.of(names, call)
+    peers.agree([options, *(source.fact for source in sources)], problem or why_unreadable(sources))
     before = versions_of(sources)
 
     def present_problem() -> str:
@@ -532,7 +527,7 @@ def in_step(
             )
         return why_unreadable(sources)
 
-    steps = Steps(call, group, plan_buckets(sources, bucket_bytes), gather, present_problem)
+    steps = Steps(peers, plan_buckets(sources, bucket_bytes), gather, present_problem)
     # Leaving is a rendezvous too: a rank that leaves meets those that go on, and all raise. That needs a context: a
     # generator that a ``break`` leaves behind may never be closed.
     try:

@@ -13,17 +13,7 @@ and at the end. The price is memory for this rank's share of what is moved.
 stand-in of it steps on a tiny tensor (``optimizer_init``).
 """
 
-from .agreement import agree as agree
-from .agreement import ask_all as ask_all
-from .agreement import attempt as attempt
-from .agreement import attempt_together as attempt_together
-from .agreement import group_of as group_of
-from .agreement import has_peers as has_peers
-from .agreement import is_first as is_first
-from .agreement import list_problems as list_problems
-from .agreement import problem_text as problem_text
-from .agreement import refuse_lost_ranks as refuse_lost_ranks
-from .agreement import tell_and_compare as tell_and_compare
+from .agreement import Peers as Peers
 from .fqns import ModelNames as ModelNames
 from .gathering import digests_of as digests_of
 from .gathering import empty_on as empty_on

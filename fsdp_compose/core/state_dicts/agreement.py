@@ -6,15 +6,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..._torch import backend_name
-from ...errors import FSDPComposeError, MisuseRuntimeError, RanksDifferError, class_of, name_of
+from ...errors import FSDPComposeError, MisuseRuntimeError, RanksDifferError, class_of, name_of, text_of
 from ..comm import first_difference, meet
 from ..optimizers import leaves_of
 from .fqns import ModelNames
@@ -22,7 +23,6 @@ from .fqns import ModelNames
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _T = TypeVar("_T")
 
-_MAX_LINES = 20  # of problems that an error lists
 _MAX_VALUES = 3  # that an error lists
 
 
@@ -66,137 +66,144 @@ def group_of_values(values: Any) -> dist.ProcessGroup | None:
     return leaves[0].device_mesh.get_group() if len(groups) == 1 and groups != {""} else dist.group.WORLD
 
 
-def refuse_lost_ranks(values: Any) -> None:
-    """Raise RuntimeError if the process group is gone whose ranks share ``values``."""
-    # A rank alone would save its own elements as the whole.
-    for path, leaf in leaves_of(values) if not dist.is_initialized() else ():
-        if isinstance(leaf, DTensor) and leaf.device_mesh.size() > 1:
-            raise MisuseRuntimeError(
-                f"{'.'.join(map(str, path))} is sharded over {leaf.device_mesh.size()} ranks, but there is no process "
-                "group any more, and this rank has only its own part. Call it before destroy_process_group(), on "
-                "every rank"
-            )
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that make a call together: what one of them cannot do, all of them raise.
 
-
-def has_peers(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
-    return group is not None and group.size() > 1
-
-
-def is_first(group: dist.ProcessGroup | None) -> bool:
-    """Whether this is the first rank of the process group, which gets results that only one rank gets."""
-    if group is None:
-        return not dist.is_initialized() or dist.get_rank() == 0
-    return group.rank() == 0
-
-
-def attempt(function: Callable[..., _T], *arguments: Any) -> tuple[_T | None, str | Exception]:
-    """Call a function that may run the user's code (hooks, ``get_extra_state()``). Return its result, or its exception
-    as a problem for ``agree``, which reports it to the other ranks."""
-    try:
-        return function(*arguments), ""
-    except Exception as error:
-        return None, error
-
-
-def attempt_together(
-    group: dist.ProcessGroup | None,
-    call: str,
-    function: Callable[..., _T],
-    *arguments: Any,
-    facts: Callable[[_T], Sequence[str]] = lambda _: (),
-    consequence: str = "",
-) -> _T:
-    """Call a function on every rank. Return its result if no rank has a problem and ``facts`` of the result are equal
-    on all ranks; else raise the same error on all of them, as ``agree`` does.
-
-    Args:
-        consequence: what a failure leaves behind; added to the error.
-    """
-    result, problem = attempt(function, *arguments)
-    if isinstance(problem, Exception) and consequence:
-        after = class_of(name_of(problem))(f"{problem_text(problem)}\n(raised during loading: {consequence})")
-        after.__cause__, problem = problem, after
-    found = cast(_T, result)
-    agree(group, call, facts(found) if has_peers(group) and not problem else [], problem)
-    return found
-
-
-def problem_text(problem: str | Exception) -> str:
-    """Format a problem for an error that other ranks raise too."""
-    if isinstance(problem, str):
-        return problem
-    if str(problem) and (isinstance(problem, FSDPComposeError) or type(problem) is RuntimeError):
-        return str(problem)
-    return f"{type(problem).__name__}: {problem}"
-
-
-def agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], problem: str | Exception = "") -> None:
-    """Wait for the other ranks; then return on all of them, or raise the same error on all.
+    All of them call ``agree``, ``attempt``, ``ask`` and ``compare``, in the same order.
 
     Args:
         group: the ranks; ``None``: this process alone.
-        call: the user's call, for messages.
-        facts: lines that must be equal on every rank: everything that decides which collectives follow.
-        problem: why this rank cannot continue: a text about what the user gave, or an exception; empty if it can.
-
-    Raises:
-        RuntimeError: a rank has a problem; the class is that of the problem. If this rank's problem is an exception, it
-            is the cause.
-        RanksDifferError: the facts differ.
-        RankLostError: a rank did not arrive in time.
+        call: the user's call, such as ``load()``, for messages.
     """
-    kind = name_of(problem) if isinstance(problem, Exception) else MisuseRuntimeError.__name__
-    text = problem_text(problem)
 
-    def explain(rank: int, ours: str, theirs: str) -> str:
-        return _explain(call, rank, json.loads(ours), json.loads(theirs))
+    group: dist.ProcessGroup | None
+    call: str
 
-    try:
-        if has_peers(group):
-            details = json.dumps([kind if text else "", text, *facts])
-            digest = hashlib.sha256(details.encode()).hexdigest()
-            meet(group, call, digest, lambda _: "", details, explain, where=f" (called at {_caller()})")
-        if text:
-            raise class_of(kind)(f"{call}: {text}")
-    except RuntimeError as error:
-        if isinstance(problem, Exception):
-            raise error from (problem.__cause__ if isinstance(problem, FSDPComposeError) else problem)
-        raise
+    @classmethod
+    def of(cls, names: ModelNames, call: str) -> Peers:
+        """Those that share a model."""
+        return cls(group_of(names), call)
 
+    @property
+    def several(self) -> dist.ProcessGroup | None:
+        """Their process group; ``None`` if there is one of them."""
+        return self.group if self.group is not None and self.group.size() > 1 else None
 
-def ask_all(group: dist.ProcessGroup | None, purpose: str, own: Any, judge: Callable[[list[Any]], Any]) -> Any:
-    """Return what ``judge`` makes of every rank's ``own``, in the order of ranks: the first rank calls it for all. Both
-    are plain values, as JSON has them. All ranks call it."""
-    if not has_peers(group):
-        return judge([own])
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
 
-    def judge_texts(brought: list[str]) -> str:
-        return json.dumps(judge([json.loads(text) for text in brought]))
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
 
-    return json.loads(meet(group, purpose, json.dumps(own), judge_texts))
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of them, which gets results that only one rank gets."""
+        if self.group is None:
+            return not dist.is_initialized() or dist.get_rank() == 0
+        return self.group.rank() == 0
 
+    @staticmethod
+    def refuse_lost(values: Any) -> None:
+        """Raise RuntimeError if the process group is gone whose ranks share ``values``."""
+        # A rank alone would save its own elements as the whole.
+        for path, leaf in leaves_of(values) if not dist.is_initialized() else ():
+            if isinstance(leaf, DTensor) and leaf.device_mesh.size() > 1:
+                raise MisuseRuntimeError(
+                    f"{'.'.join(map(str, path))} is sharded over {leaf.device_mesh.size()} ranks, but there is no "
+                    "process group any more, and this rank has only its own part. Call it before "
+                    "destroy_process_group(), on every rank"
+                )
 
-def tell_and_compare(
-    group: dist.ProcessGroup | None, call: str, what: str, text: str, keys: Sequence[str], digests: Mapping[str, str]
-) -> tuple[str, bool]:
-    """Return the first rank's ``text``, and whether ``keys`` and ``digests`` are equal on all ranks. All ranks call it.
+    def attempt(
+        self,
+        function: Callable[..., _T],
+        *arguments: Any,
+        facts: Callable[[_T], Sequence[str]] = lambda _: (),
+        consequence: str = "",
+    ) -> _T:
+        """Call a function on every rank. Return its result if no rank has a problem and ``facts`` of the result are
+        equal on all ranks; else raise the same error on all of them, as ``agree`` does.
 
-    Args:
-        digests: the ``digests_of`` values of optimizers; ranks may lack some.
+        Args:
+            function: may run the user's code (hooks, ``get_extra_state()``).
+            consequence: what a failure leaves behind; added to the error.
+        """
+        found, problem = cast(_T, None), cast(Exception | None, None)
+        try:
+            found = function(*arguments)
+        except Exception as error:
+            problem = error
+            if consequence:
+                problem = class_of(name_of(error))(f"{text_of(error)}\n(raised during loading: {consequence})")
+                problem.__cause__ = error
+        self.agree(facts(found) if self.several and problem is None else [], problem or "")
+        return found
 
-    Raises:
-        RanksDifferError: a value of an optimizer differs between ranks that have it.
-    """
-    digest = hashlib.sha256(json.dumps([*keys, *map(" ".join, digests.items())]).encode()).hexdigest()
+    def agree(self, facts: Sequence[str], problem: str | Exception = "") -> None:
+        """Wait for the other ranks; then return on all of them, or raise the same error on all.
 
-    def judge(brought: list[tuple[str, str]]) -> tuple[str, bool]:
-        return brought[0][0], len({digest for _, digest in brought}) == 1
+        Args:
+            facts: lines that must be equal on every rank: everything that decides which collectives follow.
+            problem: why this rank cannot continue: a text about what the user gave, or an exception; empty if it can.
 
-    told, is_alike = ask_all(group, f"{call}: {what}", (text, digest), judge)
-    problem = "" if is_alike else ask_all(group, f"{call}: state of optimizers", digests, _differences)
-    if problem:
-        raise RanksDifferError(f"{call}: {problem}")
-    return told, is_alike
+        Raises:
+            RuntimeError: a rank has a problem; the class is that of the problem. If this rank's problem is an
+                exception, it is the cause.
+            RanksDifferError: the facts differ.
+            RankLostError: a rank did not arrive in time.
+        """
+        kind = name_of(problem) if isinstance(problem, Exception) else MisuseRuntimeError.__name__
+        text = text_of(problem)
+
+        def explain(rank: int, ours: str, theirs: str) -> str:
+            return _explain(self.call, rank, json.loads(ours), json.loads(theirs))
+
+        try:
+            if self.several:
+                details = json.dumps([kind if text else "", text, *facts])
+                digest = hashlib.sha256(details.encode()).hexdigest()
+                where = f" (called at {_caller()})"
+                meet(self.several, self.call, digest, lambda _: "", details, explain, where=where)
+            if text:
+                raise class_of(kind)(f"{self.call}: {text}")
+        except RuntimeError as error:
+            if isinstance(problem, Exception):
+                raise error from (problem.__cause__ if isinstance(problem, FSDPComposeError) else problem)
+            raise
+
+    def ask(self, purpose: str, own: Any, judge: Callable[[list[Any]], Any]) -> Any:
+        """Return what ``judge`` makes of every rank's ``own``, in the order of ranks: the first rank calls it for all.
+        Both are plain values, as JSON has them."""
+        if not self.several:
+            return judge([own])
+
+        def judge_texts(brought: list[str]) -> str:
+            return json.dumps(judge([json.loads(text) for text in brought]))
+
+        return json.loads(meet(self.several, f"{self.call}: {purpose}", json.dumps(own), judge_texts))
+
+    def compare(self, what: str, text: str, keys: Sequence[str], digests: Mapping[str, str]) -> tuple[str, bool]:
+        """Return the first rank's ``text``, and whether ``keys`` and ``digests`` are equal on all ranks.
+
+        Args:
+            digests: the ``digests_of`` values of optimizers; ranks may lack some.
+
+        Raises:
+            RanksDifferError: a value of an optimizer differs between ranks that have it.
+        """
+        digest = hashlib.sha256(json.dumps([*keys, *map(" ".join, digests.items())]).encode()).hexdigest()
+
+        def judge(brought: list[tuple[str, str]]) -> tuple[str, bool]:
+            return brought[0][0], len({digest for _, digest in brought}) == 1
+
+        told, is_alike = self.ask(what, (text, digest), judge)
+        problem = "" if is_alike else self.ask("state of optimizers", digests, _differences)
+        if problem:
+            raise RanksDifferError(f"{self.call}: {problem}")
+        return told, is_alike
 
 
 def _differences(brought: list[dict[str, str]]) -> str:
@@ -242,13 +249,3 @@ def _caller() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def list_problems(what: str, problems: Sequence[str], remedy: str) -> str:
-    """Format several problems as one text; empty if there are none."""
-    if not problems:
-        return ""
-    lines = [f"  {problem}" for problem in problems[:_MAX_LINES]]
-    if len(problems) > _MAX_LINES:
-        lines.append(f"  and {len(problems) - _MAX_LINES} more")
-    return "\n".join([f"{what}; nothing was changed:", *lines, remedy])

@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from ..._arguments import checked
 from ..._torch import IncompatibleKeys, loads_as_torch_module, renew_hooks, versions_of, with_versions
-from ...errors import MisuseError, MisuseRuntimeError
+from ...errors import MisuseError, MisuseRuntimeError, list_problems
 from ...plugins.parameter_classes import CompositeDTensor
 from ..flat import as_ours
 from ..group import before_load
-from .agreement import list_problems
 from .fqns import ModelNames, own_method
 from .gathering import Key, same_elements, storage_of
 from .resharding import Described, Sender, Target, fact_of, fetch

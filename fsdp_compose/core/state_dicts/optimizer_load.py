@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
 from ..._torch import is_wrapper, loads_as_torch
+from ...errors import list_problems
 from ..flat import local_of
 from ..optimizers import Path, block_of, leaves_of, map_leaves
 from ..ragged import RaggedDTensor
-from .agreement import list_problems
 from .fqns import ModelNames, own_method
 from .gathering import Key, same_elements
 from .model_state import StateDictOptions

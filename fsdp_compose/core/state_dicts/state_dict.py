@@ -22,14 +22,9 @@ from ..._torch import group_device_types, versions_of, with_versions
 from ...errors import MisuseError, MisuseRuntimeError
 from ..optimizers import map_leaves
 from .agreement import (
-    ask_all,
-    attempt_together,
+    Peers,
     group_of,
     group_of_values,
-    has_peers,
-    is_first,
-    refuse_lost_ranks,
-    tell_and_compare,
 )
 from .fqns import ModelNames, patch_method
 from .gathering import Copies, Key, copy_to_cpu, digests_of, facts_of, gather_values, key_text
@@ -91,18 +86,15 @@ def get(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of a model (empty unless ``with_model``) and of optimizers (empty if there are none)."""
     names = ModelNames(model)
-    group = group_of(names) if options.full_state_dict else None
+    peers = Peers(group_of(names) if options.full_state_dict else None, call)
 
     def facts(entries: _Entries) -> list[str]:
         return [repr(options), *names.parameters, *facts_of(entries.model), *facts_of(entries.optimizers)]
 
     with torch.no_grad():
-        entries = attempt_together(
-            group, call, _choose, names, optimizers, options, submodules, with_model, facts=facts
-        )
+        entries = peers.attempt(_choose, names, optimizers, options, submodules, with_model, facts=facts)
         if options.full_state_dict and optimizers is not None:
-            digests = _digests(entries) if has_peers(group) else {}
-            tell_and_compare(group, call, "state of optimizers", "", [], digests)
+            peers.compare("state of optimizers", "", [], _digests(entries) if peers.several else {})
         values = _in_form(names, entries.model, options)
         model_state = {key: values[at] for key, at in entries.keys.items() if at in values}
         return model_state, _optimizer_state(names, entries, options) if optimizers is not None else {}
@@ -131,7 +123,7 @@ def _choose(
     entries.optimizers, entries.groups = choose_optimizer_entries(trained, options)
     if options.full_state_dict:
         values = [*entries.model.items(), *entries.optimizers.items()]
-        refuse_lost_ranks({key_text(key): value for key, value in values})
+        Peers.refuse_lost({key_text(key): value for key, value in values})
     return entries
 
 
@@ -145,7 +137,7 @@ def _digests(entries: _Entries) -> dict[str, str]:
 def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:
     """Gather or copy values as the options ask. Ranks: with ``full_state_dict`` all, after they agreed."""
     if options.full_state_dict:
-        is_here = is_first(group_of(names))
+        is_here = Peers.of(names, "").is_first
         return gather_values(
             names, values, to_cpu=options.cpu_offload, rank0_only=options.is_rank0_only, is_first=is_here
         )
@@ -160,7 +152,7 @@ def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOption
 
 def _optimizer_state(names: ModelNames, entries: _Entries, options: StateDictOptions) -> dict[str, Any]:
     values, groups = _in_form(names, entries.optimizers, options), entries.groups
-    if options.is_rank0_only and not is_first(group_of(names)):
+    if options.is_rank0_only and not Peers.of(names, "").is_first:
         return {}
     if options.full_state_dict or options.cpu_offload:
         copies = Copies(options.cpu_offload)
@@ -222,9 +214,9 @@ def load_into(
         group = group_of(names) or group_of_values([model_state, optimizer_state])
         if group is None and options.broadcast_from_rank0 and dist.is_initialized():
             group = dist.group.WORLD
-        sender = None
-        if options.broadcast_from_rank0 and has_peers(group):
-            sender = Sender(group, _message_device(names, group))
+        peers, sender = Peers(group, call), None
+        if options.broadcast_from_rank0 and peers.several:
+            sender = Sender(peers.several, _message_device(names, peers.several))
 
         def facts(ready: _Ready) -> list[str]:
             state = ready.given.optimizers[STATE] if ready.given.optimizers is not None else {}
@@ -232,7 +224,7 @@ def load_into(
             return [repr(options), f"{len(ready.trained)} optimizers", *pending]
 
         given = _Given(model_state, optimizer_state)
-        ready = attempt_together(group, call, _prepare, names, optimizers, given, options, sender, facts=facts)
+        ready = peers.attempt(_prepare, names, optimizers, given, options, sender, facts=facts)
         told, given = share(ready.told, sender) if sender is not None else b"", ready.given
         if only_check and given.optimizers is not None:
             state = {fqn: of for fqn, of in given.optimizers[STATE].items() if any(v is not None for v in of.values())}
@@ -240,7 +232,7 @@ def load_into(
         elif sender is None and given.optimizers is not None:
             given.optimizers = {**given.optimizers, STATE: without_pending(given.optimizers[STATE], group)}
 
-        plans = attempt_together(group, call, _plan, names, ready, told, options, sender, facts=_Plans.facts)
+        plans = peers.attempt(_plan, names, ready, told, options, sender, facts=_Plans.facts)
         if only_check:
             return None
         values = fetch_model(plans.model, sender)
@@ -250,21 +242,21 @@ def load_into(
                 return None
             others = "; the optimizers are unchanged" if plans.given.optimizers is not None else ""
             consequence = f"some of the model's values may be replaced, on any rank{others}"
-            return attempt_together(group, call, commit_model, plans.model, values, consequence=consequence)
+            return peers.attempt(commit_model, plans.model, values, consequence=consequence)
 
         is_on_meta = any(by.on_meta(flat=False) for by in ready.trained)
-        if optimizers is not None and ask_all(group, f"{call}: on the meta device", is_on_meta, any):
+        if optimizers is not None and peers.ask("on the meta device", is_on_meta, any):
             # Parameters on meta have no memory yet, so their optimizer state could not have any.
             result = load_model()
             arguments, consequence = (model, optimizers, plans, options, sender), "the optimizers were not loaded"
-            plans = attempt_together(group, call, _plan_again, *arguments, facts=_Plans.facts, consequence=consequence)
+            plans = peers.attempt(_plan_again, *arguments, facts=_Plans.facts, consequence=consequence)
             packed = fetch_optimizers(plans.optimizers, sender)
         else:
             packed = fetch_optimizers(plans.optimizers, sender)
             result = load_model()
         if optimizers is not None:
             consequence = "some optimizer state may already be replaced, on any rank"
-            attempt_together(group, call, commit_optimizers, plans.optimizers, packed, consequence=consequence)
+            peers.attempt(commit_optimizers, plans.optimizers, packed, consequence=consequence)
         return result
 
 
