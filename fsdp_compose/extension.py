@@ -1,7 +1,7 @@
 """The one door between the core and what is built on it: the annexes beside ``core``, and packages of others.
 
 A transport (``Transport``, ``TransportWrapper``), a wire format (``WireFormat``), an optimizer of whole matrices
-(``MatrixOptimizer``, ``note_write_of_all_ranks``) or of blocks, a listener (``listen``) and a reader of flat parameters
+(``MatrixOptimizer``, ``note_write_of_all_ranks``) or of blocks, a listener (``listening``), a reader of flat parameters
 (``handle_of``, ``FlatParamHandle``) need nothing of this package but these names and the public functions. The names
 are stable within a minor release (0.3.0 to 0.3.1), and documented where they are made.
 """
@@ -46,12 +46,10 @@ from .core.flat import MESH_ATTRIBUTE as MESH_ATTRIBUTE
 from .core.flat import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 
 # ---- Flat parameters
-from .core.flat import End as End
 from .core.flat import FlatLayout as FlatLayout
 from .core.flat import FlatParamHandle as FlatParamHandle
 from .core.flat import Granularity as Granularity
 from .core.flat import Granule as Granule
-from .core.flat import Group as Group
 from .core.flat import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .core.flat import annotations_on as annotations_on
 from .core.flat import as_ours as as_ours
@@ -59,17 +57,15 @@ from .core.flat import even_chunks as even_chunks
 from .core.flat import handle_of as handle_of
 from .core.flat import handle_of_segment as handle_of_segment
 from .core.flat import is_annotated as is_annotated
-from .core.flat import listen as listen
+from .core.flat import listening as listening
 from .core.flat import local_elements as local_elements
 from .core.flat import local_of as local_of
 from .core.flat import refuse_unreduced as refuse_unreduced
-from .core.flat import stop_listening as stop_listening
 from .core.group import STRATEGIES as STRATEGIES
 
 # ---- Groups: what one call of fully_shard manages
 from .core.group import GroupOptions as GroupOptions
 from .core.group import Kept as Kept
-from .core.group import Strategy as Strategy
 from .core.group import _FSDPState as _FSDPState
 from .core.group import bytes_of_limit as bytes_of_limit
 from .core.group import get_state as get_state
@@ -85,18 +81,6 @@ from .core.group import states_to_run as states_to_run
 
 # ---- Optimizers, and nested state
 from .core.optimizers import MatrixOptimizer as MatrixOptimizer
-from .core.optimizers import Path as Path
-from .core.optimizers import block_of as block_of
-from .core.optimizers import clip_grad_norm_ as clip_grad_norm_
-from .core.optimizers import declare_blockwise as declare_blockwise
-from .core.optimizers import declare_elementwise as declare_elementwise
-from .core.optimizers import flat_parameters as flat_parameters
-from .core.optimizers import leaves_of as leaves_of
-from .core.optimizers import map_leaves as map_leaves
-from .core.optimizers import num_blocks as num_blocks
-from .core.optimizers import put_leaf as put_leaf
-from .core.optimizers import whole_matrices as whole_matrices
-from .core.optimizers import zeros_per_block as zeros_per_block
 from .core.ragged import RaggedDTensor as RaggedDTensor
 from .core.ragged import RaggedShard as RaggedShard
 from .core.ragged import RaggedSpec as RaggedSpec
@@ -117,34 +101,27 @@ from .core.state_dicts import StateDictOptions as StateDictOptions
 from .core.state_dicts import StateKind as StateKind
 from .core.state_dicts import Target as Target
 from .core.state_dicts import as_options as as_options
-from .core.state_dicts import commit_model as commit_model
 from .core.state_dicts import digests_of as digests_of
 from .core.state_dicts import empty_on as empty_on
 from .core.state_dicts import entries_of as entries_of
 from .core.state_dicts import gather_values as gather_values
 from .core.state_dicts import get_model_state_dict as get_model_state_dict
-from .core.state_dicts import get_optimizer_state_dict as get_optimizer_state_dict
 from .core.state_dicts import get_state_dict as get_state_dict
 from .core.state_dicts import is_flattened as is_flattened
 from .core.state_dicts import is_shared_name as is_shared_name
 from .core.state_dicts import listed as listed
 from .core.state_dicts import load_into as load_into
 from .core.state_dicts import longest_prefix as longest_prefix
-from .core.state_dicts import patch_model_state_dict as patch_model_state_dict
-from .core.state_dicts import patch_optimizer_state_dict as patch_optimizer_state_dict
 from .core.state_dicts import pending_state as pending_state
 from .core.state_dicts import plan_model as plan_model
 from .core.state_dicts import says_what_it_holds as says_what_it_holds
 from .core.state_dicts import set_model_state_dict as set_model_state_dict
-from .core.state_dicts import set_optimizer_state_dict as set_optimizer_state_dict
 from .core.state_dicts import set_state_dict as set_state_dict
-from .core.state_dicts import shard_whole as shard_whole
 from .core.state_dicts import state_placer as state_placer
 from .plugins.debugging import HANG_SECONDS_ENV as HANG_SECONDS_ENV
 from .plugins.debugging import POSITION_MARK as POSITION_MARK
 from .plugins.debugging import as_ranges as as_ranges
 from .plugins.gloo import noticing_loss as noticing_loss
-from .plugins.offloading import offload_optimizer_states as offload_optimizer_states
 
 # ---- Sharded tensors
 from .plugins.parameter_classes import CompositeDTensor as CompositeDTensor

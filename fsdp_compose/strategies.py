@@ -1,6 +1,6 @@
 """The strategies that ``fully_shard(strategy=...)`` accepts. Each says how parameters, gradients and optimizer state
 are sharded over each mesh dimension. docs/meshes.md has the table."""
 
-from .extension import STRATEGIES, Kept, Strategy
+from .core.group import STRATEGIES, Kept, Strategy
 
 __all__ = ["STRATEGIES", "Kept", "Strategy"]

@@ -4,7 +4,7 @@ The core makes the state dicts in them, under the names and with the meaning of
 ``torch.distributed.checkpoint.state_dict``; see docs/checkpoints.md.
 """
 
-from ..extension import (
+from ..core.state_dicts import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,

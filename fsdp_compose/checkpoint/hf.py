@@ -31,12 +31,10 @@ from ..extension import (
     RaggedDTensor,
     StateDictOptions,
     Target,
-    commit_model,
     entries_of,
     gather_values,
     local_of,
     plan_model,
-    shard_whole,
 )
 from .folders import METADATA, abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
 
@@ -242,7 +240,7 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
         return {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()}
 
     values = peers.attempt(read)
-    return peers.attempt(commit_model, plan, values)
+    return peers.attempt(plan.commit, values)
 
 
 @dataclass(frozen=True)
@@ -360,12 +358,12 @@ def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
     with safe_open(stored.path, framework="pt") as file:
         if not isinstance(like, RaggedDTensor):
             whole = file.get_tensor(fqn)
-            return shard_whole(whole, target) if hasattr(like, "placements") else whole.to(target.device)
+            return target.shard(whole) if hasattr(like, "placements") else whole.to(target.device)
         spec = like._spec.with_dtype(stored.described.dtype)
         if spec.is_only_ragged and not spec.ragged.flat and spec.shape:
             start, stop = spec.ragged.unit_range(spec.rank)
             local = file.get_slice(fqn)[start:stop]
         else:
-            local = local_of(shard_whole(file.get_tensor(fqn), Target(like)))
+            local = local_of(Target(like).shard(file.get_tensor(fqn)))
         # A copy: the tensor that safetensors returns keeps the memory of the whole one.
         return RaggedDTensor(local.to(target.device, copy=True).view(spec.local_shape), spec)

@@ -32,23 +32,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .._arguments import checked
+from .._nested import Path, leaves_of, map_leaves, put_leaf
 from .._torch import non_persistent_buffers
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..extension import (
     FlatParamHandle,
     ModelNames,
     Optimizers,
-    Path,
     first_difference,
     kept_for,
-    leaves_of,
     listed,
     local_elements,
     local_of,
-    map_leaves,
     never_traced,
     note_write_of_all_ranks,
-    put_leaf,
     refuse_sleeping,
     states_to_run,
     streams_of,

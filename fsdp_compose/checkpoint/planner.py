@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
 from torch.distributed.tensor import DTensor
 
+from .._nested import Path, leaves_of, put_leaf
 from .._torch import dedup_save_plans, plan_errors
 from ..errors import MisuseError
 from ..extension import (
@@ -30,16 +31,13 @@ from ..extension import (
     PARAMS,
     STATE,
     CompositeDTensor,
-    Path,
     PlaceState,
     StateKind,
     digests_of,
     is_flattened,
     is_shared_name,
-    leaves_of,
     longest_prefix,
     pending_state,
-    put_leaf,
     says_what_it_holds,
 )
 from .values import is_beside, is_of_one_rank, is_optimizer_dict, optimizer_dicts, read_value

@@ -26,15 +26,12 @@ from ..extension import (
     GATHER,
     Collective,
     CollectiveNotes,
-    End,
-    Group,
     Recorder,
     Transport,
     Work,
     _FSDPState,
-    listen,
+    listening,
     states_to_run,
-    stop_listening,
 )
 from .trace_formats import ALL_GATHERS, COMPUTE, REDUCTIONS, WAIT, TraceEvent, as_chrome_trace, as_text, save_picture
 
@@ -207,7 +204,7 @@ class _SpanNotes:
         self._notebook = notebook
         self._states = {id(state) for state in states}
 
-    def begin(self, what: str, group: Group | None, name: str) -> End:
+    def begin(self, what: str, group: object, name: str) -> Callable[[], None]:
         if what not in _RANGES or id(group) not in self._states:
             return _nothing
         return partial(self._notebook.end, self._notebook.begin(what, name))
@@ -322,12 +319,10 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     device = states[0].mesh.device
     found, notebook = Trace(), Notebook(Clock() if device.type == "cpu" else DeviceClock(device))
     spans = _SpanNotes(notebook, states)
-    listen(spans)
     try:
-        with recorded(states, lambda state: _GroupNotes(notebook, state)):
+        with listening(spans), recorded(states, lambda state: _GroupNotes(notebook, state)):
             yield found
     finally:
-        stop_listening(spans)
         found._events = notebook.close()
 
 

@@ -25,21 +25,19 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim.optimizer import Optimizer
 
 from .._arguments import checked
+from .._nested import Path, leaves_of, put_leaf
 from .._torch import is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..extension import (
     FlatParamHandle,
     MatrixOptimizer,
-    Path,
     RaggedDTensor,
     RaggedShard,
     RaggedSpec,
     handle_of,
-    leaves_of,
     local_of,
     never_traced,
     note_write_of_all_ranks,
-    put_leaf,
 )
 from .matrices import (
     NO_TRANSPORT,

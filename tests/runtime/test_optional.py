@@ -39,7 +39,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.core.comm import control_exchange
-from fsdp_compose.core.flat import listen, stop_listening
+from fsdp_compose.core.flat import listening
 from fsdp_compose.core.group import get_state
 from tests.flat.test_all_gather_extensions import EightBit
 from tests.harness import distributed, environment, lasting_mesh
@@ -1104,11 +1104,8 @@ class MostBytes:
 
 def most_bytes(model: nn.Module, step: int, plan: Plan) -> int:
     listener = MostBytes(model)
-    listen(listener)
-    try:
+    with listening(listener):
         loss_of(model, batch(step, dist.get_rank()), plan).backward()
-    finally:
-        stop_listening(listener)
     return listener.most
 
 

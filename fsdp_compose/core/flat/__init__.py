@@ -32,11 +32,9 @@ from .collectives import Communicator as Communicator
 from .collectives import copy_gradients as copy_gradients
 from .collectives import move_to_average as move_to_average
 from .events import End as End
-from .events import Group as Group
 from .events import begin as begin
 from .events import follow_profiler as follow_profiler
-from .events import listen as listen
-from .events import stop_listening as stop_listening
+from .events import listening as listening
 from .events import watched as watched
 from .flat_param import FlatParamHandle as FlatParamHandle
 from .flat_param import Owner as Owner

@@ -6,7 +6,8 @@ of it, and when the last one leaves, the original comes back. So watching costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -53,6 +54,16 @@ def stop_listening(listener: Listener) -> None:
     _listeners.remove(listener)
     if not _listeners:
         _choose()
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside this context, a listener hears of everything that begins, in all models of the process."""
+    listen(listener)
+    try:
+        yield
+    finally:
+        stop_listening(listener)
 
 
 def begin(what: str, group: Group | None, name: str) -> End:

@@ -21,7 +21,3 @@ from .flat_parameters import declare_blockwise as declare_blockwise
 from .flat_parameters import declare_elementwise as declare_elementwise
 from .flat_parameters import elementwise_classes as elementwise_classes
 from .flat_parameters import flat_parameters as flat_parameters
-from .nested import Path as Path
-from .nested import leaves_of as leaves_of
-from .nested import map_leaves as map_leaves
-from .nested import put_leaf as put_leaf

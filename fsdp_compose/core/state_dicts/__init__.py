@@ -22,7 +22,6 @@ from .gathering import says_what_it_holds as says_what_it_holds
 from .model_state import ModelPlan as ModelPlan
 from .model_state import StateDictOptions as StateDictOptions
 from .model_state import as_options as as_options
-from .model_state import commit_model as commit_model
 from .model_state import entries_of as entries_of
 from .model_state import plan_model as plan_model
 from .optimizer_init import PlaceState as PlaceState
@@ -39,7 +38,6 @@ from .optimizer_state import listed as listed
 from .optimizer_state import longest_prefix as longest_prefix
 from .resharding import Described as Described
 from .resharding import Target as Target
-from .resharding import shard_whole as shard_whole
 from .state_dict import get_model_state_dict as get_model_state_dict
 from .state_dict import get_optimizer_state_dict as get_optimizer_state_dict
 from .state_dict import get_state_dict as get_state_dict

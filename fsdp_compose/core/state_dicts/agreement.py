@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from ..._nested import leaves_of
 from ..._torch import backend_name
 from ...errors import FSDPComposeError, MisuseRuntimeError, RanksDifferError, class_of, name_of, text_of
 from ..comm import first_difference, meet
-from ..optimizers import leaves_of
 from .fqns import ModelNames
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])

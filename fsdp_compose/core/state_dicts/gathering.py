@@ -15,11 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from ..._nested import Path, leaves_of, map_leaves
 from ..._torch import dtensor_spec, is_wrapper, local_tensor, make_dtensor
 from ...plugins.gloo import Messages
 from ...plugins.parameter_classes import CompositeDTensor, with_local
 from ..flat import FlatParamHandle, gather_flat, local_of
-from ..optimizers import Path, leaves_of, map_leaves
 from ..ragged import RaggedDTensor, ReplicatedDTensor
 from .fqns import ModelNames, Place
 

@@ -188,6 +188,27 @@ class ModelPlan:
         """Facts that must be equal on every rank."""
         return [fact_of((fqn, ""), value, self.targets.get(fqn), self.sender) for fqn, value in self.given.items()]
 
+    def commit(self, values: Mapping[str, Any]) -> Any:
+        """Load values that fit. Parameters on the meta device get memory and keep their identity."""
+        names, load = self.names, own_method(self.names.model, "load_state_dict")
+        assigned = _assigned(self, values)
+        there = {self.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
+        # If a user's hook raises in here, the module is not restored: that would take a copy of the module for every
+        # load that succeeds.
+        load(with_versions(there, self.versions), strict=False)
+        if assigned:
+            fresh = {fqn: value for fqn, value in values.items() if fqn in assigned}
+            # assign=True makes parameters of the very tensors that it gets, and the given dict must not train along.
+            for fqn in fresh.keys() & self.targets.keys():
+                fresh[fqn] = fresh[fqn].detach().to(self.targets[fqn].like.dtype, copy=True)
+            held = _held(names, fresh)
+            given = {self.keys[fqn]: value for fqn, value in fresh.items()}
+            load(with_versions(given, self.versions), strict=False, assign=True)
+            _keep_objects(held)
+            _tie_again(self, assigned)
+        _warn_of_meta(names)
+        return IncompatibleKeys(self.missing, self.unexpected)
+
 
 def plan_model(
     names: ModelNames, state: Mapping[str, Any], options: StateDictOptions, sender: Sender | None = None
@@ -289,28 +310,6 @@ def fetch_model(plan: ModelPlan, sender: Sender | None) -> dict[str, Any]:
         is_elsewhere = storage_of(tensor) in live and not _is_there(tensor, plan.targets[fqn])
         values[fqn] = tensor.detach().clone() if is_elsewhere else tensor
     return values
-
-
-def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
-    """Load values that fit. Parameters on the meta device get memory and keep their identity."""
-    names, load = plan.names, own_method(plan.names.model, "load_state_dict")
-    assigned = _assigned(plan, values)
-    there = {plan.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
-    # If a user's hook raises in here, the module is not restored: that would take a copy of the module for every load
-    # that succeeds.
-    load(with_versions(there, plan.versions), strict=False)
-    if assigned:
-        fresh = {fqn: value for fqn, value in values.items() if fqn in assigned}
-        # assign=True makes parameters of the very tensors that it gets, and the given dict must not train along.
-        for fqn in fresh.keys() & plan.targets.keys():
-            fresh[fqn] = fresh[fqn].detach().to(plan.targets[fqn].like.dtype, copy=True)
-        held = _held(names, fresh)
-        given = {plan.keys[fqn]: value for fqn, value in fresh.items()}
-        load(with_versions(given, plan.versions), strict=False, assign=True)
-        _keep_objects(held)
-        _tie_again(plan, assigned)
-    _warn_of_meta(names)
-    return IncompatibleKeys(plan.missing, plan.unexpected)
 
 
 def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:

@@ -16,10 +16,11 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
+from ..._nested import Path, leaves_of, map_leaves
 from ..._torch import is_wrapper, loads_as_torch
 from ...errors import list_problems
 from ..flat import local_of
-from ..optimizers import Path, block_of, leaves_of, map_leaves
+from ..optimizers import block_of
 from ..ragged import RaggedDTensor
 from .fqns import ModelNames, own_method
 from .gathering import Key, same_elements

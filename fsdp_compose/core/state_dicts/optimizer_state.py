@@ -13,11 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from ..._nested import Path, leaves_of, map_leaves
 from ...errors import MisuseRuntimeError
 from ...plugins.parameter_classes import with_local
 from ..flat import FlatParamHandle, FlatSegment, handle_of_segment, local_of
 from ..group import rebind_optimizer
-from ..optimizers import Path, block_of, leaves_of, map_leaves, num_blocks, zeros_per_block
+from ..optimizers import block_of, num_blocks, zeros_per_block
 from ..ragged import RaggedDTensor
 from .fqns import ModelNames, Place, own_method
 from .gathering import Key

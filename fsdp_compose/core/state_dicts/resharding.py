@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..._nested import map_leaves
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
 from ...plugins.parameter_classes import CompositeDTensor, with_local
 from ..comm import as_transferable
 from ..flat import FlatParamHandle
-from ..optimizers import map_leaves
 from ..ragged import RaggedDTensor, ReplicatedDTensor, distribute_ragged, inner_of_whole
 from .fqns import Place
 from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
@@ -49,6 +49,20 @@ class Target:
         mesh = self.like.device_mesh if isinstance(self.like, DTensor) else None
         accelerator = torch.accelerator.current_accelerator(True) if mesh is None or mesh.device_type != "cpu" else None
         return torch.device("cpu") if accelerator is None else accelerator
+
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor, which may share its memory. No communication."""
+        like, whole = self.like, whole.detach()
+        assert isinstance(like, DTensor)
+        if isinstance(like, CompositeDTensor) and like.takes(whole):
+            return like.part_of(whole.to(self.device))
+        if not isinstance(like, RaggedDTensor):
+            placements = dtensor_spec(like).placements
+            return distribute_tensor(whole.to(self.device), like.device_mesh, placements, src_data_rank=None)
+        spec = like._spec.with_dtype(whole.dtype)
+        start, stop = spec.element_range
+        local = inner_of_whole(whole, spec).reshape(-1)[start:stop].view(spec.local_shape).to(self.device)
+        return RaggedDTensor(local, spec)
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
 def _in_placements(value: torch.Tensor, target: Target) -> torch.Tensor:
     like = target.like
     if not isinstance(value, DTensor):
-        return shard_whole(value, target) if isinstance(like, DTensor) else value.to(target.device)
+        return target.shard(value) if isinstance(like, DTensor) else value.to(target.device)
     if not isinstance(like, DTensor):
         return full_tensor(value).to(target.device)
     if _is_placed_like(value, like):
@@ -108,7 +122,7 @@ def _in_placements(value: torch.Tensor, target: Target) -> torch.Tensor:
             return distribute_ragged(value, like.device_mesh, like.placements)
         with torch.no_grad():
             return value.redistribute(placements=like.placements)
-    return shard_whole(full_tensor(value), target)
+    return target.shard(full_tensor(value))
 
 
 def fact_of(key: Key, value: Any, target: Target | None, sender: Sender | None) -> str:
@@ -144,21 +158,6 @@ def _is_placed_like(value: DTensor, like: DTensor) -> bool:
         and value.device_mesh == like.device_mesh
         and value.placements == like.placements
     )
-
-
-def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, which may share its memory. No communication."""
-    like, whole = target.like, whole.detach()
-    assert isinstance(like, DTensor)
-    if isinstance(like, CompositeDTensor) and like.takes(whole):
-        return like.part_of(whole.to(target.device))
-    if not isinstance(like, RaggedDTensor):
-        placements = dtensor_spec(like).placements
-        return distribute_tensor(whole.to(target.device), like.device_mesh, placements, src_data_rank=None)
-    spec = like._spec.with_dtype(whole.dtype)
-    start, stop = spec.element_range
-    local = inner_of_whole(whole, spec).reshape(-1)[start:stop].view(spec.local_shape).to(target.device)
-    return RaggedDTensor(local, spec)
 
 
 # ---- Sending from the first rank

@@ -18,9 +18,9 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from ..._arguments import checked
+from ..._nested import map_leaves
 from ..._torch import group_device_types, versions_of, with_versions
 from ...errors import MisuseError, MisuseRuntimeError
-from ..optimizers import map_leaves
 from .agreement import (
     Peers,
     group_of,
@@ -33,7 +33,6 @@ from .model_state import (
     StateDictOptions,
     as_options,
     choose_entries,
-    commit_model,
     fetch_model,
     is_extra_state,
     plan_model,
@@ -242,7 +241,7 @@ def load_into(
                 return None
             others = "; the optimizers are unchanged" if plans.given.optimizers is not None else ""
             consequence = f"some of the model's values may be replaced, on any rank{others}"
-            return peers.attempt(commit_model, plans.model, values, consequence=consequence)
+            return peers.attempt(plans.model.commit, values, consequence=consequence)
 
         is_on_meta = any(by.on_meta(flat=False) for by in ready.trained)
         if optimizers is not None and peers.ask("on the meta device", is_on_meta, any):
