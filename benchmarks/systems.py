@@ -148,6 +148,10 @@ def wrap(
         plan = {"expand": ColwiseParallel(), "contract": RowwiseParallel()}
         for block in model.blocks:
             parallelize_module(block, _mesh("cpu", 2, ("dp", "tp"))["tp"], plan)
+    if system in (PLAIN, *LIBRARIES):  # expert parallelism is no sharding: the plain model has it too
+        for block in model.blocks:
+            if isinstance(block, MixtureBlock):
+                _spread(block.experts)
     if system == PLAIN:
         return model if precision.param_dtype is None else model.to(precision.param_dtype)
     if system == DDP:
@@ -207,21 +211,23 @@ def _fully_shard_each_block(
     after_forward = None if reshard else False
     for block in model.blocks:
         if isinstance(block, MixtureBlock):
-            experts = _spread(block.experts, _mesh(device_type, 8, ("efsdp", "ep")))
-            library.fully_shard(experts, mesh=_mesh(device_type, 8, ("efsdp", "ep"))["efsdp"], mp_policy=policy)
+            library.fully_shard(block.experts, mesh=_mesh(device_type, *EXPERT_MESH)["efsdp"], mp_policy=policy)
             if library is torch_fsdp:
-                experts.set_gradient_divide_factor(dist.get_world_size())
+                block.experts.set_gradient_divide_factor(dist.get_world_size())
         library.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
     return library.fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward, **of_root)
 
 
-def _spread(experts: nn.Module, mesh: DeviceMesh) -> nn.Module:
+EXPERT_MESH = 8, ("efsdp", "ep")
+
+
+def _spread(experts: nn.Module) -> None:
     """Make those of this rank its part of the experts of all ranks of expert parallelism."""
     for module in experts.modules():
         if isinstance(module, nn.Linear):
-            placed = DTensor.from_local(module.weight.detach(), mesh["ep"], [Shard(0)], run_check=False)
+            mesh = _mesh(module.weight.device.type.replace("meta", "cpu"), *EXPERT_MESH)["ep"]
+            placed = DTensor.from_local(module.weight.detach(), mesh, [Shard(0)], run_check=False)
             module.weight = nn.Parameter(placed)
-    return experts
 
 
 def clip(system: str, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float = 1.0) -> None:

@@ -136,7 +136,6 @@ __all__ = [
     "is_fake",
     "is_gloo_connection_closed",
     "is_in_functional_call",
-    "is_listened_to",
     "is_part_of_multi_grad_hook",
     "is_profiling",
     "is_shard_of_rows",
@@ -155,6 +154,7 @@ __all__ = [
     "namespaces_of_collectives",
     "non_persistent_buffers",
     "notice_optimizers",
+    "num_dispatch_modes",
     "outside_modes",
     "overload_packet",
     "plan_errors",
@@ -519,7 +519,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def outside_modes() -> Iterator[None]:
     """For tensors of ours: whatever mode the user's code is in (inference mode, a transform of ``torch.func``, a
     dispatch mode) concerns them not, when they are made, and when they are computed with."""
-    is_plain = not (torch.is_inference_mode_enabled() or in_transform() or torch._C._len_torch_dispatch_stack())
+    is_plain = not (torch.is_inference_mode_enabled() or in_transform() or num_dispatch_modes())
     if is_plain:
         yield
         return
@@ -565,9 +565,7 @@ def is_swapping_tensors() -> bool:
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-def is_listened_to() -> bool:
-    """Whether somebody counts the operators that are called: a dispatch mode (``CommDebugMode``), or a profiler."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._autograd._profiler_enabled()
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class Shown(torch.Tensor):

@@ -488,13 +488,11 @@ def test_is_profiling():
     assert not _torch.is_profiling()
 
 
-def test_is_listened_to():
-    assert not _torch.is_listened_to()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert _torch.is_listened_to()
+def test_num_dispatch_modes():
+    assert _torch.num_dispatch_modes() == 0
     with CommDebugMode():
-        assert _torch.is_listened_to()
-    assert not _torch.is_listened_to()
+        assert _torch.num_dispatch_modes() == 1
+    assert _torch.num_dispatch_modes() == 0
 
 
 @distributed(world_size=2)

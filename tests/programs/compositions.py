@@ -213,7 +213,8 @@ class Run:
             self._shard(stage)
         params = list(self.model.parameters())
         if composition.optimizer == "flat":
-            params = [param for stage in self.stages for param in flat_parameters(stage)]
+            flat = [param for stage in self.stages for param in flat_parameters(stage)]
+            params = flat or params  # a stage may have nothing to train, and torch refuses an empty list
         self.optimizer = make_optimizer(composition, params)
         self.schedule = self._schedule() if layout.pp > 1 else None
 

@@ -420,7 +420,7 @@ class Scheduler(Protocol):
         (before ``end_group``, which may gather over them)."""
 
     def end_group(self, root: Root, state: _FSDPState) -> None:
-        """A forward of a group has ended normally."""
+        """Called when a forward of a group has ended normally, if the scheduler ``skips``."""
 
     def announce_failure(self, root: Root) -> None:
         """An iteration of the root has failed on this rank."""

@@ -423,7 +423,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
             look_for_writes(root, state, module, use)
     if not has_failed:
         try:
-            if not is_recomputed:
+            if scheduler.skips and not is_recomputed:
                 scheduler.end_group(root, state)
             if use is not None and use.has_check:
                 use.check()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..._torch import Shown, group_timeout_reader, has_closed, is_listened_to, stop_waiting_for
+from ..._torch import Shown, group_timeout_reader, has_closed, is_profiling, num_dispatch_modes, stop_waiting_for
 from ...core.comm import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -67,6 +67,11 @@ class MemoryOfRanks:
         return None if shared is None else _Maximum(group, shared, number, tag, tensor)
 
 
+def _is_listened_to() -> bool:
+    """Whether somebody counts the operators that are called: a dispatch mode (``CommDebugMode``), or a profiler."""
+    return bool(num_dispatch_modes()) or is_profiling()
+
+
 class Messages(Transport):
     """Collectives made of direct messages, for every dtype. Sums are added in rank order."""
 
@@ -94,7 +99,7 @@ class Messages(Transport):
         return limit_of(self.group) if os.environ.get(TIMEOUT_ENV) else self._timeout()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        if is_listened_to():
+        if _is_listened_to():
             super().all_gather(Shown(whole), Shown(shard), label)
         numel = shard.numel()
         flight = _InFlight(self, self._journal.enter(ALL_GATHER, label, shard.nbytes))
@@ -106,7 +111,7 @@ class Messages(Transport):
         return flight
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        if is_listened_to():
+        if _is_listened_to():
             super().reduce_scatter(Shown(shard), Shown(whole), is_average, label)
         shared = self._shared_for(whole.nbytes, label)
         flight = _Sum(self, self._journal.enter(REDUCE_SCATTER, label, whole.nbytes), shared)
@@ -116,7 +121,7 @@ class Messages(Transport):
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         """With two ranks, or a short tensor, each rank sends everything to every other. Otherwise each rank sums up one
         part, and sends the sum to every other."""
-        if is_listened_to():
+        if _is_listened_to():
             super().all_reduce(Shown(tensor), is_average, label)
         # No faster than gloo's own, but gloo's aborts the processes when ranks disagree.
         journal, size, shared = self._journal, self.group.size(), self._shared_for(tensor.nbytes, label)
@@ -137,7 +142,7 @@ class Messages(Transport):
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
     ) -> None:
         received = []
-        if whole is not None and is_everywhere and is_listened_to():
+        if whole is not None and is_everywhere and _is_listened_to():
             super().all_gather(Shown(whole), Shown(part), label)
         if whole is not None:
             received = [(rank, whole[start:stop]) for rank, (start, stop) in enumerate(ranges) if rank != self._rank]
@@ -155,7 +160,7 @@ class Messages(Transport):
         num_moved: int,
         label: Label,
     ) -> Work:
-        if is_listened_to():
+        if _is_listened_to():
             super().all_to_all(Shown(received), Shown(sent), received_sizes, sent_sizes, num_moved, label)
         flight = _InFlight(self, self._journal.enter(ALL_TO_ALL, label, num_moved * sent.element_size()))
         flight.issue(enumerate(received.split([*received_sizes])), enumerate(sent.split([*sent_sizes])))
