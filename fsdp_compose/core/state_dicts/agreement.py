@@ -131,7 +131,7 @@ class Peers:
             function: may run the user's code (hooks, ``get_extra_state()``).
             consequence: what a failure leaves behind; added to the error.
         """
-        found, problem = cast(_T, None), cast(Exception | None, None)
+        found, problem = cast(_T, None), cast(str | Exception, "")
         try:
             found = function(*arguments)
         except Exception as error:
@@ -139,7 +139,7 @@ class Peers:
             if consequence:
                 problem = class_of(name_of(error))(f"{text_of(error)}\n(raised during loading: {consequence})")
                 problem.__cause__ = error
-        self.agree(facts(found) if self.several and problem is None else [], problem or "")
+        self.agree([] if not self.several or problem != "" else facts(found), problem)
         return found
 
     def agree(self, facts: Sequence[str], problem: str | Exception = "") -> None:
