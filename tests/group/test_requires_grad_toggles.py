@@ -67,7 +67,7 @@ PROGRAMS: dict[str, dict[int, tuple[Call, Call, Call, Call]]] = {
 }
 
 
-def train(program: str, sharding: str) -> Seen:
+def train(program: str, sharding: str, accumulates: bool = False) -> Seen:
     torch.manual_seed(0)
     model = Net()
     if sharding not in ("unsharded", "root"):
@@ -84,9 +84,12 @@ def train(program: str, sharding: str) -> Seen:
     for step in range(5):
         torch.manual_seed(step)
         model.before, model.after, before_backward, at_the_end = PROGRAMS[program].get(step, (NOTHING,) * 4)
-        loss = model(torch.randn(3, 4)).pow(2).mean()
-        before_backward(model)
-        loss.backward()
+        with no_sync(model) if accumulates and sharding != "unsharded" else nullcontext():
+            loss = model(torch.randn(3, 4)).pow(2).mean()
+            before_backward(model)
+            loss.backward()
+        if accumulates and (loss := model(torch.randn(3, 4)).pow(2).mean()).requires_grad:
+            loss.backward()
         seen += [(None if p.grad is None else full(p.grad), full(p), p.requires_grad) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
@@ -105,11 +108,13 @@ def assert_same(program: str, found: Seen, expected: Seen, num_params: int) -> N
             torch.testing.assert_close(grad, grad_expected, msg=where)
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("sharding", ["root", "layers", "functional"])
 @distributed(world_size=2)
-def test_gradients_and_parameters_are_those_of_the_unsharded_model(sharding):
+def test_gradients_and_parameters_are_those_of_the_unsharded_model(sharding, accumulates):
+    """``accumulates``: inside ``no_sync``, and then the same once more."""
     for program in PROGRAMS:
-        assert_same(program, train(program, sharding), train(program, "unsharded"), 6)
+        assert_same(program, train(program, sharding, accumulates), train(program, "unsharded", accumulates), 6)
 
 
 class Toggling(nn.Module):

@@ -22,7 +22,14 @@ SEEN_TWICE = 0.25  # what a block counts for a further test file, each time that
 OWN_FOLDER = 2.0  # how much more a test of the folder of the file's wing counts
 # The folder of tests of what has none of its own.
 _ELSEWHERE = {
-    **{"core": "api", "state_dicts": "checkpoint", "optimizers": "optim", "ops": "ragged", "plugins": "runtime"},
+    **{
+        "fsdp_compose": "api",
+        "core": "api",
+        "state_dicts": "checkpoint",
+        "optimizers": "optim",
+        "ops": "ragged",
+        "plugins": "runtime",
+    },
     **{
         "gloo": "comm",
         "transports": "comm",
@@ -64,7 +71,7 @@ def made_from(record: Path) -> dict[str, list[str]]:
 
 def _folder(file: str) -> tuple[str, ...]:
     """The folder of tests for a file of the package: that of its wing, or of the annex that users find it in."""
-    wing = Path(file).parts[1:-1][-1]
+    wing = Path(file).parts[-2]  # of a file beside the wings, the package itself
     return (_ELSEWHERE.get(wing, wing),)
 
 
