@@ -19,9 +19,10 @@ from torch.distributed.fsdp import DataParallelMeshDims, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._arguments import checked
-from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, local_tensor
+from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, is_wrapper, local_tensor
 from ..errors import MisuseError
 from ..extension import (
+    DIM_ATTRIBUTE,
     FORWARD_SPEC_ATTRIBUTE,
     MESH_ATTRIBUTE,
     SHARDED_PARAM_ATTRIBUTE,
@@ -38,6 +39,7 @@ from ..extension import (
     get_state,
     is_annotated,
     is_split_evenly,
+    spec_of,
 )
 from ..extension import MixedPrecisionPolicy as _OwnPolicy
 from ..extension import fully_shard as _own
@@ -92,19 +94,42 @@ class Layout:
     is_fsdp2 = False
 
     def check(
-        self, modules: Iterable[nn.Module], params: Iterable[nn.Parameter], placements: dict[nn.Parameter, Any]
+        self,
+        modules: Iterable[nn.Module],
+        params: Iterable[nn.Parameter],
+        placements: dict[nn.Parameter, Any],
+        mesh: DeviceMesh,
     ) -> None:
-        """Raise ValueError about those of ``params``, in ``modules``, that FSDP2's layout does not have here."""
+        """Mark those of ``params``, in ``modules``, that are to be cut along another dimension than 0.
+
+        Raises:
+            ValueError: there is no such dimension; tensor parallelism has cut it; the parameter's class holds several
+                tensors.
+            NotImplementedError: it cannot be cut evenly.
+        """
         named = [item for module in modules for item in module.named_parameters()] if self.is_fsdp2 else []
         concerned = {*params}
         for fqn, param in [item for item in named if item[1] in concerned]:
             wanted = getattr(placements.get(param), "placement", placements.get(param))
-            if isinstance(wanted, Shard) and wanted.dim % max(param.ndim, 1):
-                raise MisuseError(
-                    f"fully_shard(shard_placement_fn=...): {fqn}, of shape {tuple(param.shape)}, is to be placed "
-                    f"{wanted!r}: layout='fsdp2' cuts dim 0 only. Return Shard(0) or None; or leave layout out, and "
-                    "boundaries fall between indices of that dimension"
+            if not isinstance(wanted, Shard) or wanted.dim in (0, -param.ndim):
+                continue
+            what = (
+                f"fully_shard(shard_placement_fn=...): {fqn}, of shape {tuple(param.shape)}, is to be placed {wanted!r}"
+            )
+            spec, dim = spec_of(param), wanted.dim % max(param.ndim, 1)
+            if not -param.ndim <= wanted.dim < param.ndim:
+                raise MisuseError(f"{what}, a dimension that it does not have: return one of {param.ndim}, or None")
+            if is_wrapper(param):
+                raise MisuseError(f"{what}, but a {type(param).__name__} is cut between rows: return Shard(0) or None")
+            if spec is not None and any(item.is_shard(dim) for item in spec.placements):
+                raise MisuseError(f"{what}, but tensor parallelism has cut this dimension: return another one, or None")
+            size = _home_of(placements[param], mesh).mesh.size(-1)
+            if param.shape[dim] % size:
+                raise NotImplementedError(
+                    f"{what} on {size} ranks: FSDP does not support uneven sharding on dim {dim}, of size "
+                    f"{param.shape[dim]}: return Shard(0) or None"
                 )
+            param.__dict__[DIM_ATTRIBUTE] = dim
 
 
 layout = Layout()
@@ -178,7 +203,7 @@ def fully_shard(
         params = _unsharded_params(modules, ignored)
         placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
         shard_numel = sum(param.numel() for param in params) / mesh.size(mesh.ndim - 1)
-        layout.check(modules, params, placements)
+        layout.check(modules, params, placements, mesh)
         options["granularity"] = _granularity(placements, shard_numel)
         options |= {"strategy": "ddp"} if is_replicated else {"reshard_after_forward": reshard_after_forward}
         groups = [
@@ -209,6 +234,7 @@ def _forget_meshes(params: Iterable[nn.Parameter | None]) -> None:
     for param in params:
         if param is not None:
             param.__dict__.pop(MESH_ATTRIBUTE, None)
+            param.__dict__.pop(DIM_ATTRIBUTE, None)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``drop_in.install(layout="fsdp2")``: FSDP2's even chunks, placed ``Shard(0)``, and everything else as it is."""
+"""``drop_in.install(layout="fsdp2")``: FSDP2's even chunks, placed ``Shard(0)`` or as asked, and all else as it is."""
 
 from __future__ import annotations
 
@@ -54,6 +54,24 @@ class Uneven(nn.Module):
         return self.c(self.b(self.a(x).tanh()).tanh()) + x @ self.frozen
 
 
+class Cut(nn.Module):
+    """Parameters that are cut along other dimensions than 0, beside others, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 7), nn.Linear(12, 5), nn.Linear(5, 1)
+        self.columns, self.middle = nn.Parameter(torch.randn(7, 12)), nn.Parameter(torch.randn(3, 12, 5))
+        self.frozen = nn.Parameter(torch.randn(5, 12), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.a(x).tanh() @ self.columns + x @ self.frozen
+        return self.c((self.b(inner.tanh()) + (inner @ self.middle).sum(0)).tanh())
+
+    @staticmethod
+    def placement(param: nn.Parameter) -> Shard | None:
+        return {(7, 12): Shard(-1), (3, 12, 5): Shard(1), (5, 12): Shard(1)}.get(tuple(param.shape))
+
+
 @contextmanager
 def layout() -> Iterator[None]:
     chosen.is_fsdp2 = True  # as install() does, which also rebinds FSDP2's functions, with which we compare
@@ -63,10 +81,11 @@ def layout() -> Iterator[None]:
         chosen.is_fsdp2 = False
 
 
-def three(**options: Any) -> tuple[Any, Any, Any]:
+def three(cls: type[nn.Module] = Uneven, **options: Any) -> tuple[Any, Any, Any]:
     """A model under this layout, the same under FSDP2, and unsharded."""
     torch.manual_seed(0)
-    reference: Any = Uneven()
+    reference: Any = cls()
+    options |= {} if cls is Uneven else {"shard_placement_fn": Cut.placement}
     ours, theirs = copy.deepcopy(reference), copy.deepcopy(reference)
     with layout():
         for module in (ours.a, ours.b, ours):
@@ -108,16 +127,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("cls", [Uneven, Cut])
 @pytest.mark.parametrize("variant", VARIANTS)
 @distributed(world_size=(2, 3, 4))
-def test_shards_are_those_of_fsdp2_and_train_alike(variant, world_size):
+def test_shards_are_those_of_fsdp2_and_train_alike(variant, cls, world_size):
     options = dict(VARIANTS[variant])
     if (variant in ("hybrid", "parts")) != (world_size == 4):
         return
     if variant == "hybrid":
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    ours, theirs, reference = three(**options)
+    ours, theirs, reference = three(cls, **options)
     assert_same_shards(ours, theirs)
+    if cls is Cut:
+        assert ours.columns.placements[-1] == Shard(1) and ours.columns.shape == (7, 12)
+        assert ours.middle._local_tensor.shape == (3, 12 // ours.middle.device_mesh.size(-1), 5)
     # Sums of two numbers have one order.
     tolerance = 0 if world_size == 2 else 1e-5 if variant == "bf16" else 1e-6
     optimizers = [adamw(model.parameters()) for model in (ours, theirs, reference)]

@@ -79,6 +79,7 @@ from .reduction import ReductionOptions as ReductionOptions
 from .shard_storage import ON_DEVICE as ON_DEVICE
 from .shard_storage import ShardStorage as ShardStorage
 from .shard_storage import host_memory as host_memory
+from .sharded_param import DIM_ATTRIBUTE as DIM_ATTRIBUTE
 from .sharded_param import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .sharded_param import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
 from .sharded_param import MESH_ATTRIBUTE as MESH_ATTRIBUTE

@@ -51,6 +51,7 @@ SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
 # Set on a parameter that forward sees on a mesh with data-parallel dimensions too; see ``tensor_parallel``.
 FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
+DIM_ATTRIBUTE = "_fsdp_compose_dim"  # set on a parameter of which even chunks are cut along another dimension than 0
 MESH_ATTRIBUTE = "_fsdp_compose_mesh"  # set on a parameter that has another data-parallel mesh than its group
 
 
@@ -172,7 +173,7 @@ def sharded_specs(
         whole, placements, shape = mesh.mesh, mesh.placements(placement), param.shape
         if earlier is not None:
             whole = mesh.beside(earlier.mesh)
-            if layout.in_chunks:  # chunks of the rows that tensor parallelism has left
+            if layout.in_chunks and is_shard_of_rows(placement):  # chunks of the rows that tensor parallelism has left
                 sizes = zip(earlier.placements, earlier.mesh.shape, strict=True)
                 num_parts = prod([size for item, size in sizes if is_shard_of_rows(item)])
                 placements = mesh.placements(rows_within(num_parts))
@@ -246,7 +247,9 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
     return whole
 
 
-NOT_COPIED = frozenset({"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE})
+NOT_COPIED = frozenset(
+    {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, DIM_ATTRIBUTE}
+)
 
 
 def refuse_meta_content(sharded: nn.Parameter, source: Any, name: str) -> None:
