@@ -41,7 +41,6 @@ from .core.comm import second_group as second_group
 from .core.comm import stay_on_cpu as stay_on_cpu
 from .core.comm import streams_of as streams_of
 from .core.comm import transport_of as transport_of
-from .core.flat import DIM_ATTRIBUTE as DIM_ATTRIBUTE
 from .core.flat import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
 from .core.flat import MESH_ATTRIBUTE as MESH_ATTRIBUTE
 from .core.flat import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
@@ -64,7 +63,6 @@ from .core.flat import listen as listen
 from .core.flat import local_elements as local_elements
 from .core.flat import local_of as local_of
 from .core.flat import refuse_unreduced as refuse_unreduced
-from .core.flat import spec_of as spec_of
 from .core.flat import stop_listening as stop_listening
 from .core.group import STRATEGIES as STRATEGIES
 

@@ -22,7 +22,6 @@ from .._arguments import checked
 from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, is_wrapper, local_tensor
 from ..errors import MisuseError
 from ..extension import (
-    DIM_ATTRIBUTE,
     FORWARD_SPEC_ATTRIBUTE,
     MESH_ATTRIBUTE,
     SHARDED_PARAM_ATTRIBUTE,
@@ -39,7 +38,6 @@ from ..extension import (
     get_state,
     is_annotated,
     is_split_evenly,
-    spec_of,
 )
 from ..extension import MixedPrecisionPolicy as _OwnPolicy
 from ..extension import fully_shard as _own
@@ -116,20 +114,19 @@ class Layout:
             what = (
                 f"fully_shard(shard_placement_fn=...): {fqn}, of shape {tuple(param.shape)}, is to be placed {wanted!r}"
             )
-            spec, dim = spec_of(param), wanted.dim % max(param.ndim, 1)
+            dim = wanted.dim % max(param.ndim, 1)
             if not -param.ndim <= wanted.dim < param.ndim:
-                raise MisuseError(f"{what}, a dimension that it does not have: return one of {param.ndim}, or None")
-            if is_wrapper(param):
+                raise MisuseError(f"{what}, a dimension that it does not have")
+            if is_wrapper(param) and not isinstance(param, DTensor):
                 raise MisuseError(f"{what}, but a {type(param).__name__} is cut between rows: return Shard(0) or None")
-            if spec is not None and any(item.is_shard(dim) for item in spec.placements):
-                raise MisuseError(f"{what}, but tensor parallelism has cut this dimension: return another one, or None")
             size = _home_of(placements[param], mesh).mesh.size(-1)
             if param.shape[dim] % size:
                 raise NotImplementedError(
                     f"{what} on {size} ranks: FSDP does not support uneven sharding on dim {dim}, of size "
                     f"{param.shape[dim]}: return Shard(0) or None"
                 )
-            param.__dict__[DIM_ATTRIBUTE] = dim
+            if not even_chunks.cut(param, dim):
+                raise MisuseError(f"{what}, but tensor parallelism has cut this dimension: return another one, or None")
 
 
 layout = Layout()
@@ -234,7 +231,7 @@ def _forget_meshes(params: Iterable[nn.Parameter | None]) -> None:
     for param in params:
         if param is not None:
             param.__dict__.pop(MESH_ATTRIBUTE, None)
-            param.__dict__.pop(DIM_ATTRIBUTE, None)
+            even_chunks.forget(param)
 
 
 @contextmanager

@@ -59,7 +59,6 @@ from .gradient import ShardedGradient as ShardedGradient
 from .gradient import are_untouched as are_untouched
 from .layout import FlatLayout as FlatLayout
 from .layout import Granule as Granule
-from .layout import even_chunks as even_chunks
 from .param_kind import ParameterKind as ParameterKind
 from .param_kind import Region as Region
 from .param_kind import check_class as check_class
@@ -79,7 +78,6 @@ from .reduction import ReductionOptions as ReductionOptions
 from .shard_storage import ON_DEVICE as ON_DEVICE
 from .shard_storage import ShardStorage as ShardStorage
 from .shard_storage import host_memory as host_memory
-from .sharded_param import DIM_ATTRIBUTE as DIM_ATTRIBUTE
 from .sharded_param import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .sharded_param import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
 from .sharded_param import MESH_ATTRIBUTE as MESH_ATTRIBUTE
@@ -88,6 +86,7 @@ from .sharded_param import ManagedParameter as ManagedParameter
 from .sharded_param import annotation_of as annotation_of
 from .sharded_param import annotations_on as annotations_on
 from .sharded_param import check_content as check_content
+from .sharded_param import even_chunks as even_chunks
 from .sharded_param import is_annotated as is_annotated
 from .sharded_param import is_sharded_like as is_sharded_like
 from .sharded_param import like_sharded_param as like_sharded_param

@@ -18,19 +18,19 @@ from torch.distributed.tensor import DTensor
 from ..._torch import DTensorSpec, local_tensor
 from ...errors import MisuseError, MisuseRuntimeError
 from ..comm import DataParallelMesh, Label
-from ..ragged import RaggedDTensor, RaggedSpec, note_write_of_all_ranks, parameter_owners, writes
+from ..ragged import RaggedSpec, note_write_of_all_ranks, parameter_owners, writes
 from .codecs import ParameterCodec
 from .flat_param import FlatParamHandle, handle_of
 from .gradient_hooks import GradientHooks
-from .layout import FlatLayout, ParamSpec, even_chunks, plan_equal_rows, plan_layout
+from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
 from .param_kind import ParameterKind, plain_tensor
 from .policy import CPUOffloadPolicy, Granularity
 from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import (
-    DIM_ATTRIBUTE,
     FORWARD_SPEC_ATTRIBUTE,
     ManagedParameter,
     copy_attributes,
+    even_chunks,
     inner_of_sharded_param,
     local_elements,
     make_sharded_param,
@@ -191,12 +191,6 @@ def _own_specs(sharded: nn.Parameter) -> tuple[DTensorSpec | None, Shown]:
     return (None, None) if place is None or own is None else (own.specs[place[1]], own.shown[place[1]])
 
 
-def _even_dim(param: torch.Tensor) -> int:
-    """The dimension along which a parameter of even chunks is cut: as the caller says, or as it is already."""
-    known = param._spec.even_dim if isinstance(param, RaggedDTensor) else 0
-    return int(param.__dict__.get(DIM_ATTRIBUTE, known))
-
-
 def _plan(
     managed: Sequence[ManagedParameter],
     own: Sequence[DTensorSpec | None],
@@ -236,7 +230,7 @@ def _plan(
     if granularity is even_chunks:
         from ...plugins.even_chunks import plan_chunks
 
-        dims = tuple([_even_dim(item.parameter) for item in managed])
+        dims = tuple([even_chunks.dim_of(item.parameter) for item in managed])
         return plan_chunks(specs, mesh.shard_world_size, alignment, dims).with_shapes(shapes)
     return plan_layout(specs, mesh.shard_world_size, alignment).with_shapes(shapes)
 

@@ -96,11 +96,6 @@ def _block_stride(block: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return size * inner if dim == 0 or shape[dim] % size == 0 else shape[dim] * inner
 
 
-def even_chunks(_fqn: str, _param: torch.Tensor) -> Granule:
-    """The granularity of a group that is laid out as FSDP2 does it: see the file ``even_chunks``."""
-    return "rows"
-
-
 # ---- Planning
 
 

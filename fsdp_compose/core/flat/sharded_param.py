@@ -38,7 +38,7 @@ from ...errors import MisuseError, MisuseRuntimeError
 from ..comm import DataParallelMesh, kept_for, mesh_beside
 from ..ragged import SHOWN_ATTRIBUTE, RaggedDTensor, RaggedSpec, distribute_ragged, gather_local_shards, rebind
 from .codecs import ParameterCodec
-from .layout import FlatLayout
+from .layout import FlatLayout, Granule
 from .param_kind import ParameterKind
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
 # Set on a parameter that forward sees on a mesh with data-parallel dimensions too; see ``tensor_parallel``.
 FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
-DIM_ATTRIBUTE = "_fsdp_compose_dim"  # set on a parameter of which even chunks are cut along another dimension than 0
+_DIM_ATTRIBUTE = "_fsdp_compose_dim"  # set on a parameter of which even chunks are cut along another dimension than 0
 MESH_ATTRIBUTE = "_fsdp_compose_mesh"  # set on a parameter that has another data-parallel mesh than its group
 
 
@@ -113,6 +113,32 @@ def spec_of(param: torch.Tensor) -> DTensorSpec | None:
         return dtensor_spec(param)
     annotation = annotation_of(param)
     return None if annotation is None else annotation.spec
+
+
+class EvenChunks:
+    """The granularity of a group that is laid out as FSDP2 does it: see the file ``even_chunks``."""
+
+    def __call__(self, _fqn: str, _param: torch.Tensor) -> Granule:
+        return "rows"
+
+    def cut(self, param: torch.Tensor, dim: int) -> bool:
+        """Let the next group cut a parameter along ``dim``, unless tensor parallelism has done so; return whether."""
+        spec = spec_of(param)
+        is_free = spec is None or not any(item.is_shard(dim) for item in spec.placements)
+        if is_free:
+            param.__dict__[_DIM_ATTRIBUTE] = dim
+        return is_free
+
+    def forget(self, param: torch.Tensor) -> None:
+        param.__dict__.pop(_DIM_ATTRIBUTE, None)
+
+    def dim_of(self, param: torch.Tensor) -> int:
+        """The dimension along which a parameter is to be cut, or is already."""
+        known = param._spec.even_dim if isinstance(param, RaggedDTensor) else 0
+        return int(param.__dict__.get(_DIM_ATTRIBUTE, known))
+
+
+even_chunks = EvenChunks()
 
 
 def meshes_of(param: torch.Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -248,7 +274,7 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
 
 
 NOT_COPIED = frozenset(
-    {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, DIM_ATTRIBUTE}
+    {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, _DIM_ATTRIBUTE}
 )
 
 

@@ -448,7 +448,8 @@ class RaggedSpec(DTensorSpec):
     def even_dim(self) -> int:
         """The dimension of the even chunks. If it is not 0, the ``RaggedShard`` shards the rows of the chunks, one
         chunk after the other."""
-        return int(self.placements[self.ragged_dim].dim) if self.is_even else 0
+        placement: Any = self.placements[self.ragged_dim]
+        return placement.dim if self.is_even else 0
 
     @cached_property
     def ragged_dim(self) -> int:
