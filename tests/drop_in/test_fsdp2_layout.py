@@ -771,8 +771,7 @@ def test_it_is_chosen_by_install_and_refuses_what_it_does_not_have():
             assert model.bias._local_tensor.shape == (2,)
             with pytest.raises(
                 NotImplementedError,
-                match=r"weight, of shape \(7, 5\).*uneven sharding on dim 1.*4 ranks|"
-                r"4 ranks.*uneven sharding on dim 1, of size 5",
+                match=r"weight, of shape \(7, 5\).* 4 ranks: .*uneven sharding on dim 1, of size 5",
             ):
                 drop_in.fully_shard(nn.Linear(5, 7), shard_placement_fn=lambda _: Shard(1))
             with pytest.raises(
@@ -783,7 +782,7 @@ def test_it_is_chosen_by_install_and_refuses_what_it_does_not_have():
             drop_in.fully_shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1))
             assert model.weight.placements == (Shard(1),) and model.bias.placements == (Shard(0),)
             with pytest.raises(ValueError, match="whole matrices cannot step.*Shard"):
-                Muon(model.parameters()).step()
+                Muon([model.weight]).step()
             with pytest.raises(ValueError, match="expected 'flat' or 'fsdp2'"):
                 drop_in.install(layout="rows")  # type: ignore[arg-type]
         finally:
