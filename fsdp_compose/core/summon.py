@@ -125,8 +125,7 @@ class _Summoned:
         handle, sharded = self.handle, self.handle.sharded_params[index]
         if isinstance(sharded, RaggedDTensor):  # of this shard group, if tensor parallelism has split it too
             whole = inner_of_whole(whole, sharded._spec)
-        part = handle.layout.local_shard(index, handle.mesh.shard_rank)
-        return whole.reshape(-1)[part.param_start :][: part.numel].view(handle.local_shards[index][2])
+        return handle.layout.own_elements(index, whole, handle.mesh.shard_rank).view(handle.local_shards[index][2])
 
 
 @checked()

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import DataParallelMeshDims, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._arguments import checked
-from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, local_tensor
+from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, is_wrapper, local_tensor
 from ..errors import MisuseError
 from ..extension import (
     FORWARD_SPEC_ATTRIBUTE,
@@ -92,19 +92,41 @@ class Layout:
     is_fsdp2 = False
 
     def check(
-        self, modules: Iterable[nn.Module], params: Iterable[nn.Parameter], placements: dict[nn.Parameter, Any]
+        self,
+        modules: Iterable[nn.Module],
+        params: Iterable[nn.Parameter],
+        placements: dict[nn.Parameter, Any],
+        mesh: DeviceMesh,
     ) -> None:
-        """Raise ValueError about those of ``params``, in ``modules``, that FSDP2's layout does not have here."""
+        """Mark those of ``params``, in ``modules``, that are to be cut along another dimension than 0.
+
+        Raises:
+            ValueError: there is no such dimension; tensor parallelism has cut it; the parameter's class holds several
+                tensors.
+            NotImplementedError: it cannot be cut evenly.
+        """
         named = [item for module in modules for item in module.named_parameters()] if self.is_fsdp2 else []
         concerned = {*params}
         for fqn, param in [item for item in named if item[1] in concerned]:
             wanted = getattr(placements.get(param), "placement", placements.get(param))
-            if isinstance(wanted, Shard) and wanted.dim % max(param.ndim, 1):
-                raise MisuseError(
-                    f"fully_shard(shard_placement_fn=...): {fqn}, of shape {tuple(param.shape)}, is to be placed "
-                    f"{wanted!r}: layout='fsdp2' cuts dim 0 only. Return Shard(0) or None; or leave layout out, and "
-                    "boundaries fall between indices of that dimension"
+            if not isinstance(wanted, Shard) or wanted.dim in (0, -param.ndim):
+                continue
+            what = (
+                f"fully_shard(shard_placement_fn=...): {fqn}, of shape {tuple(param.shape)}, is to be placed {wanted!r}"
+            )
+            dim = wanted.dim % max(param.ndim, 1)
+            if not -param.ndim <= wanted.dim < param.ndim:
+                raise MisuseError(f"{what}, a dimension that it does not have")
+            if is_wrapper(param) and not isinstance(param, DTensor):
+                raise MisuseError(f"{what}, but a {type(param).__name__} is cut between rows: return Shard(0) or None")
+            size = _home_of(placements[param], mesh).mesh.size(-1)
+            if param.shape[dim] % size:
+                raise NotImplementedError(
+                    f"{what} on {size} ranks: FSDP does not support uneven sharding on dim {dim}, of size "
+                    f"{param.shape[dim]}: return Shard(0) or None"
                 )
+            if not even_chunks.cut(param, dim):
+                raise MisuseError(f"{what}, but tensor parallelism has cut this dimension: return another one, or None")
 
 
 layout = Layout()
@@ -178,7 +200,7 @@ def fully_shard(
         params = _unsharded_params(modules, ignored)
         placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
         shard_numel = sum(param.numel() for param in params) / mesh.size(mesh.ndim - 1)
-        layout.check(modules, params, placements)
+        layout.check(modules, params, placements, mesh)
         options["granularity"] = _granularity(placements, shard_numel)
         options |= {"strategy": "ddp"} if is_replicated else {"reshard_after_forward": reshard_after_forward}
         groups = [
@@ -209,6 +231,7 @@ def _forget_meshes(params: Iterable[nn.Parameter | None]) -> None:
     for param in params:
         if param is not None:
             param.__dict__.pop(MESH_ATTRIBUTE, None)
+            even_chunks.forget(param)
 
 
 @contextmanager

@@ -473,11 +473,15 @@ def cut_dims(spec: DTensorSpec) -> dict[int, int]:
     what a stack does not show."""
     missing = 3 - len(spec.shape)
     if any(isinstance(item, StridedShard) for item in spec.placements):
-        raise MisuseError(
-            f"an optimizer of whole matrices cannot step a parameter placed {list(spec.placements)}, of which "
-            "each rank has several strides: give it to another optimizer"
-        )
+        _refuse_strides(spec)
     return {i: item.dim + missing for i, item in enumerate(spec.placements) if isinstance(item, Shard)}
+
+
+def _refuse_strides(spec: DTensorSpec) -> None:
+    raise MisuseError(
+        f"an optimizer of whole matrices cannot step a parameter placed {list(spec.placements)}, of which each rank "
+        "has several strides: give it to another optimizer"
+    )
 
 
 def _placement_of(param: torch.Tensor) -> tuple[tuple[int, ...], RunLengths, int, DTensorSpec | None]:
@@ -485,6 +489,8 @@ def _placement_of(param: torch.Tensor) -> tuple[tuple[int, ...], RunLengths, int
     and how tensor parallelism has placed it."""
     if isinstance(param, RaggedDTensor):
         place, spec = handle_of(param), param._spec
+        if spec.even_dim:
+            _refuse_strides(spec)
         own = None if place is None or place[0].tensor_parallel is None else place[0].tensor_parallel.specs[place[1]]
         counts = spec.ragged.counts.times(spec.ragged.unit_numel(tuple(spec.inner_shape)))
         return tuple(spec.inner_shape), counts, spec.element_range[0], own

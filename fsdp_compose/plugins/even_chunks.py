@@ -10,7 +10,8 @@ Here ``a`` of 5 rows and ``b`` of 3 on two ranks, one letter per row::
 
 The flat parameter holds the parameters one after the other, each padded to equal chunks. So all other code sees a
 layout like any other, whose local shards are elsewhere. ``ChunkTransport``, around the transport of the flat parameter,
-turns one order into the other. If there is only one parameter, the two are the same, and nothing is copied.
+turns one order into the other. If there is only one parameter, the two are the same, and nothing is copied. A parameter
+may be cut along another dimension, evenly; the copy then puts its chunks together along that dimension.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from ..core.comm import DataParallelMesh, Label, Transport, TransportWrapper, Work
 from ..core.flat import FlatLayout
 from ..core.flat.layout import LocalShard, ParamPlacement, ParamSpec, row_numel
-from ..core.ragged import RaggedShard, RunLengths
+from ..core.ragged import RaggedShard, RunLengths, unstacked
 from .transports import finish_with
 
 
@@ -35,13 +36,13 @@ from .transports import finish_with
 class ChunkedLayout(FlatLayout):
     """The plan of a flat parameter of which each rank holds a chunk of every parameter."""
 
+    dims: tuple[int, ...] = ()
+    """The dimension along which each parameter is cut."""
     in_chunks: ClassVar[bool] = True
 
     def chunk_numel(self, index: int) -> int:
         """Elements of parameter ``index`` on the first rank, which has the most."""
-        param = self.params[index]
-        rows = param.shape[0] if param.shape else 1
-        return -(-rows // self.world_size) * math.prod(param.shape[1:])
+        return _chunk_numel(self.params[index].shape, self.dims[index], self.world_size)
 
     def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> ChunkedLayout:
         params = [
@@ -58,12 +59,14 @@ class ChunkedLayout(FlatLayout):
     @cached_property
     def placements(self) -> Sequence[Placement]:
         return [
-            Shard(0) if param.shape and param.row_numel else RaggedShard(self.counts(index), flat=True)
-            for index, param in enumerate(self.params)
+            Shard(dim) if param.shape and param.row_numel else RaggedShard(self.counts(index), flat=True)
+            for index, (param, dim) in enumerate(zip(self.params, self.dims, strict=True))
         ]
 
     def counts(self, index: int) -> RunLengths:
         param = self.params[index]
+        if self.dims[index]:
+            return RunLengths([(self.chunk_numel(index), self.world_size)])
         rows = RaggedShard.even(param.shape[0] if param.shape else 1, self.world_size).counts
         return rows.times(math.prod(param.shape[1:]))
 
@@ -77,7 +80,20 @@ class ChunkedLayout(FlatLayout):
         return range(-(-self.params[index].numel // max(self.chunk_numel(index), 1)))
 
     def own_part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        return torch.cat([piece[rank] for piece in self.pieces(flat)])
+        return torch.cat([piece[rank].reshape(-1) for piece in self.pieces(flat)])
+
+    def own_elements(self, index: int, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        dim = self.dims[index]
+        return whole.chunk(self.world_size, dim)[rank].reshape(-1) if dim else super().own_elements(index, whole, rank)
+
+    def whole_of(self, index: int, elements: torch.Tensor) -> torch.Tensor:
+        return unstacked(elements, self.params[index].shape, self.dims[index], self.world_size)
+
+    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        shape, dim = self.params[index].shape, self.dims[index]
+        if not dim:
+            return super().local_shape(index, rank)
+        return (*shape[:dim], shape[dim] // self.world_size, *shape[dim + 1 :])
 
     def as_shards(self, flat: torch.Tensor) -> torch.Tensor:
         shards = torch.empty_like(flat)
@@ -91,7 +107,7 @@ class ChunkedLayout(FlatLayout):
             param = self.params[index]
             start = (param.offset - first) // self.world_size
             chunks = parts[:, start : start + self.chunk_numel(index)].reshape(-1)
-            found.append(chunks[: param.numel].view(param.shape))
+            found.append(self.whole_of(index, chunks[: param.numel]))
         return found
 
     def positions_in_range(self, positions: torch.Tensor, indices: range) -> torch.Tensor:
@@ -102,6 +118,13 @@ class ChunkedLayout(FlatLayout):
         begins, lengths = (torch.tensor(item, device=positions.device) for item in (starts, chunks))
         rank, place = positions // numel, positions % numel
         index = torch.searchsorted(begins, place, right=True) - 1
+        if any(self.dims[i] for i in indices):
+            blocks = [math.prod(self.params[i].shape[self.dims[i] :]) // self.world_size for i in indices]
+            block = torch.tensor(blocks, device=positions.device)[index]
+            within = place - begins[index]
+            is_cut = torch.tensor([self.dims[i] > 0 for i in indices], device=positions.device)[index]
+            moved = (within // block * self.world_size + rank) * block + within % block
+            return begins[index] * self.world_size + torch.where(is_cut, moved, rank * lengths[index] + within)
         return begins[index] * (self.world_size - 1) + rank * lengths[index] + place
 
     def _padded(self, index: int) -> int:
@@ -121,42 +144,72 @@ class ChunkedLayout(FlatLayout):
     @property
     def is_as_shards(self) -> bool:
         """Whether the flat parameter is the shards, one after the other."""
-        return self.world_size == 1 or len(self._sizes) == 1
+        return self.world_size == 1 or (len(self._sizes) == 1 and not any(self.dims))
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """Of each piece, in how many parts a rank's elements lie."""
+        rows = []
+        for index, (param, dim) in enumerate(zip(self.params, self.dims, strict=True)):
+            chunk = self.chunk_numel(index)
+            rows += [math.prod(param.shape[:dim])] * bool(chunk) + [1] * bool(self._padded(index) - chunk)
+        return rows
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat parameter: its pieces, by rank."""
-        parts = flat.split([size * self.world_size for size in self._sizes])
-        return [part.view(self.world_size, -1) for part in parts]
+        parts = zip(flat.split([size * self.world_size for size in self._sizes]), self._rows, strict=True)
+        if not any(self.dims):
+            return [part.view(self.world_size, -1) for part, _ in parts]
+        return [part.view(rows, self.world_size, -1).transpose(0, 1) for part, rows in parts]
 
     def copying_from_shards(self, shards: torch.Tensor, pieces: list[torch.Tensor]) -> Callable[[], object]:
         """A function that fills the pieces of a flat parameter with the shards of all ranks, one after the other."""
+        if any(self.dims):
+            return partial(_copy_all, pieces, self._pieces_of_shards(shards))
         return partial(torch.split_with_sizes_copy, shards.view(self.world_size, -1), self._sizes, 1, out=pieces)
 
     def copy_to_shards(self, flat: torch.Tensor, shards: torch.Tensor) -> None:
         """The other way round."""
-        torch.cat(self.pieces(flat), 1, out=shards.view(self.world_size, -1))
+        if any(self.dims):
+            _copy_all(self._pieces_of_shards(shards), self.pieces(flat))
+        else:
+            torch.cat(self.pieces(flat), 1, out=shards.view(self.world_size, -1))
+
+    def _pieces_of_shards(self, shards: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(shards.view(self.world_size, -1).split(self._sizes, 1), self._rows, strict=True)
+        return [part.unflatten(1, (rows, -1)) for part, rows in parts]
 
     def over(self, mesh: DataParallelMesh) -> DataParallelMesh:
         """The mesh for a flat parameter with this layout."""
         return mesh if self.is_as_shards else replace(mesh, transport=ChunkTransport(mesh.transport, self))
 
 
-def plan_chunks(params: Sequence[ParamSpec], world_size: int, alignment: int) -> ChunkedLayout:
-    """Place ``params``, in this order, in a flat parameter of which each rank holds a chunk of each.
+def _copy_all(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    for target, item in zip(to, source, strict=True):
+        target.copy_(item)
 
-    >>> plan_chunks([ParamSpec("w", (5, 4)), ParamSpec("b", (3,))], world_size=2, alignment=4).shard_numel
+
+def _chunk_numel(shape: tuple[int, ...], dim: int, world_size: int) -> int:
+    if dim:
+        return math.prod(shape) // world_size
+    return -(-(shape[0] if shape else 1) // world_size) * math.prod(shape[1:])
+
+
+def plan_chunks(params: Sequence[ParamSpec], world_size: int, alignment: int, dims: tuple[int, ...]) -> ChunkedLayout:
+    """Place ``params``, in this order, in a flat parameter of which each rank holds a chunk of each, along ``dims``.
+
+    >>> plan_chunks([ParamSpec("w", (5, 4)), ParamSpec("b", (3,))], world_size=2, alignment=4, dims=(0, 0)).shard_numel
     16
     """
     placed: list[ParamPlacement] = []
     cursor = 0
-    for spec in params:
-        numel, rows = math.prod(spec.shape), spec.shape[0] if spec.shape else 1
-        placed.append(ParamPlacement(spec.fqn, spec.shape, numel, cursor * world_size, row_numel(spec.shape), True))
-        chunk = -(-rows // world_size) * math.prod(spec.shape[1:])
-        cursor += -(-chunk // alignment) * alignment
+    for spec, dim in zip(params, dims, strict=True):
+        numel, row = math.prod(spec.shape), row_numel(spec.shape)
+        placed.append(ParamPlacement(spec.fqn, spec.shape, numel, cursor * world_size, row, not dim))
+        cursor += -(-_chunk_numel(spec.shape, dim, world_size) // alignment) * alignment
     payload = sum(param.numel for param in placed)
     shard_numel = max(cursor, alignment)
-    return ChunkedLayout(world_size, alignment, shard_numel, tuple(placed), world_size * shard_numel - payload)
+    return ChunkedLayout(world_size, alignment, shard_numel, tuple(placed), world_size * shard_numel - payload, dims)
 
 
 class ChunkTransport(TransportWrapper):

@@ -27,7 +27,7 @@ from fsdp_compose import (
     set_functional_mode,
     summon_full_params,
 )
-from fsdp_compose.core.flat.layout import even_chunks
+from fsdp_compose.core.flat import even_chunks
 from fsdp_compose.core.flat.shard_storage import host_copies
 from fsdp_compose.core.group.registry import _get_fsdp_handles
 from fsdp_compose.core.runtime import untracked_writes

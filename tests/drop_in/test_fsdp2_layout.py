@@ -1,8 +1,9 @@
-"""``drop_in.install(layout="fsdp2")``: FSDP2's even chunks, placed ``Shard(0)``, and everything else as it is."""
+"""``drop_in.install(layout="fsdp2")``: FSDP2's even chunks, placed ``Shard(0)`` or as asked, and all else as it is."""
 
 from __future__ import annotations
 
 import copy
+import tempfile
 import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch.nn as nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -54,6 +55,24 @@ class Uneven(nn.Module):
         return self.c(self.b(self.a(x).tanh()).tanh()) + x @ self.frozen
 
 
+class Cut(nn.Module):
+    """Parameters that are cut along other dimensions than 0, beside others, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 7), nn.Linear(12, 5), nn.Linear(5, 1)
+        self.columns, self.middle = nn.Parameter(torch.randn(7, 12)), nn.Parameter(torch.randn(3, 12, 5))
+        self.frozen = nn.Parameter(torch.randn(5, 12), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.a(x).tanh() @ self.columns + x @ self.frozen
+        return self.c((self.b(inner.tanh()) + (inner @ self.middle).sum(0)).tanh())
+
+    @staticmethod
+    def placement(param: nn.Parameter) -> Shard | None:
+        return {(7, 12): Shard(-1), (3, 12, 5): Shard(1), (5, 12): Shard(1)}.get(tuple(param.shape))
+
+
 @contextmanager
 def layout() -> Iterator[None]:
     chosen.is_fsdp2 = True  # as install() does, which also rebinds FSDP2's functions, with which we compare
@@ -63,10 +82,11 @@ def layout() -> Iterator[None]:
         chosen.is_fsdp2 = False
 
 
-def three(**options: Any) -> tuple[Any, Any, Any]:
+def three(cls: type[nn.Module] = Uneven, **options: Any) -> tuple[Any, Any, Any]:
     """A model under this layout, the same under FSDP2, and unsharded."""
     torch.manual_seed(0)
-    reference: Any = Uneven()
+    reference: Any = cls()
+    options |= {} if cls is Uneven else {"shard_placement_fn": Cut.placement}
     ours, theirs = copy.deepcopy(reference), copy.deepcopy(reference)
     with layout():
         for module in (ours.a, ours.b, ours):
@@ -108,16 +128,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("cls", [Uneven, Cut])
 @pytest.mark.parametrize("variant", VARIANTS)
 @distributed(world_size=(2, 3, 4))
-def test_shards_are_those_of_fsdp2_and_train_alike(variant, world_size):
+def test_shards_are_those_of_fsdp2_and_train_alike(variant, cls, world_size):
     options = dict(VARIANTS[variant])
     if (variant in ("hybrid", "parts")) != (world_size == 4):
         return
+    if variant == "parts" and cls is Cut:
+        return  # FSDP2 of torch 2.13 raises "setStorage: ... out of bounds"
     if variant == "hybrid":
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    ours, theirs, reference = three(**options)
+    ours, theirs, reference = three(cls, **options)
     assert_same_shards(ours, theirs)
+    if cls is Cut:
+        assert ours.columns.placements[-1] == Shard(1) and ours.columns.shape == (7, 12)
+        assert ours.middle._local_tensor.shape == (3, 12 // ours.middle.device_mesh.size(-1), 5)
     # Sums of two numbers have one order.
     tolerance = 0 if world_size == 2 else 1e-5 if variant == "bf16" else 1e-6
     optimizers = [adamw(model.parameters()) for model in (ours, theirs, reference)]
@@ -289,6 +315,66 @@ def test_a_checkpoint_does_not_know_the_layout(world_size, tmp_path_factory=None
     theirs.load_state_dict(state["model"])
     assert_same_shards(models[2], theirs)
     step(models[2], mine(data(5)))
+
+
+@distributed(world_size=4)
+def test_checkpoints_and_whole_parameters_do_not_know_the_dimension():
+    """On 4 ranks, then on 2 of them, in this layout and the other, and in FSDP2's own."""
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box)
+    pair = dist.new_group([0, 1])
+    ours, theirs, reference = three(Cut, reshard_after_forward=2)  # FSDP2 only says what is where
+    assert_same_shards(ours, theirs)
+    optimizers = [adamw(model.parameters()) for model in (ours, reference)]
+    for number in range(2):
+        for model, optimizer, x in zip((ours, reference), optimizers, (mine(data(number)), data(number)), strict=True):
+            step(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    with summon_full_params(ours):
+        for (name, param), other in zip(ours.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.data, other.data, rtol=1e-5, atol=1e-5, msg=name)
+            param.data.mul_(2)
+    assert torch.equal(ours.columns[2:5, 3].full_tensor(), ours.columns.full_tensor()[2:5, 3])
+    assert torch.equal(ours.columns.sum(1).full_tensor(), ours.columns.full_tensor().sum(1))
+    assert torch.equal(ours.middle.view(-1)[7:30].full_tensor(), ours.middle.full_tensor().view(-1)[7:30])
+    states = [value["exp_avg"] for value in optimizers[0].state.values()]
+    wholes = [item.full_tensor() for item in (*ours.parameters(), *states)]
+    before = snapshot_parameters(ours)
+    with torch.no_grad():
+        ours.columns[3, 5:7] = 4.0
+        reference.load_state_dict(dict(zip(reference.state_dict(), wholes, strict=False)))
+        reference.columns[3, 5:7] = 4.0
+    with changed_since(ours, before) as buckets:
+        ((name, changed),) = [item for bucket in buckets for item in bucket]
+    assert name == "columns" and changed.positions is not None and changed.positions.tolist() == [41, 42]
+    expected = reference.state_dict()
+    with full_parameters(ours) as buckets:
+        assert all(torch.equal(whole, expected[name]) for bucket in buckets for name, whole in bucket)
+    model_state, optimizer_state = checkpoint.get_state_dict(ours, optimizers[0])
+    checkpoint.save({"model": model_state, "optimizer": optimizer_state}, Path(box[0]) / "own")
+    wholes = [item.full_tensor() for item in (*ours.parameters(), *states)]
+    if dist.get_rank() > 1:
+        return
+    mesh = DeviceMesh.from_group(pair, "cpu")
+    for is_cut in (True, False):
+        torch.manual_seed(5)
+        model: Any = Cut()
+        if is_cut:
+            with layout():
+                drop_in.fully_shard(model, mesh=mesh, shard_placement_fn=Cut.placement)
+        else:
+            drop_in.fully_shard(model, mesh=mesh)
+        optimizer = adamw(model.parameters())
+        model_state, optimizer_state = checkpoint.get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        checkpoint.load(state, Path(box[0]) / "own", process_group=pair)
+        checkpoint.set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        states = [value["exp_avg"] for value in optimizer.state.values()]
+        for item, whole in zip((*model.parameters(), *states), wholes, strict=True):
+            assert torch.equal(item.full_tensor(), whole)
 
 
 @pytest.mark.parametrize("how", ["assigned", "copied", "from_rank0"])
@@ -683,8 +769,20 @@ def test_it_is_chosen_by_install_and_refuses_what_it_does_not_have():
             drop_in.install()  # again, for modules imported since: the layout stays
             model = fsdp.fully_shard(nn.Linear(5, 7))
             assert model.bias._local_tensor.shape == (2,)
-            with pytest.raises(ValueError, match=r"weight, of shape \(7, 5\).*Shard\(dim=1\).*Return Shard\(0\)"):
+            with pytest.raises(
+                NotImplementedError,
+                match=r"weight, of shape \(7, 5\).* 4 ranks: .*uneven sharding on dim 1, of size 5",
+            ):
                 drop_in.fully_shard(nn.Linear(5, 7), shard_placement_fn=lambda _: Shard(1))
+            with pytest.raises(
+                ValueError, match=r"bias, of shape \(4,\).*Shard\(dim=1\), a dimension that it does not"
+            ):
+                drop_in.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda _: Shard(1))
+            model = nn.Linear(8, 4)
+            drop_in.fully_shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+            assert model.weight.placements == (Shard(1),) and model.bias.placements == (Shard(0),)
+            with pytest.raises(ValueError, match="whole matrices cannot step.*Shard"):
+                Muon([model.weight]).step()
             with pytest.raises(ValueError, match="expected 'flat' or 'fsdp2'"):
                 drop_in.install(layout="rows")  # type: ignore[arg-type]
         finally:

@@ -57,7 +57,6 @@ from .gradient import ShardedGradient as ShardedGradient
 from .gradient import are_untouched as are_untouched
 from .layout import FlatLayout as FlatLayout
 from .layout import Granule as Granule
-from .layout import even_chunks as even_chunks
 from .param_kind import ParameterKind as ParameterKind
 from .param_kind import Region as Region
 from .param_kind import check_class as check_class
@@ -85,6 +84,7 @@ from .sharded_param import ManagedParameter as ManagedParameter
 from .sharded_param import annotation_of as annotation_of
 from .sharded_param import annotations_on as annotations_on
 from .sharded_param import check_content as check_content
+from .sharded_param import even_chunks as even_chunks
 from .sharded_param import is_annotated as is_annotated
 from .sharded_param import is_sharded_like as is_sharded_like
 from .sharded_param import like_sharded_param as like_sharded_param

@@ -22,7 +22,7 @@ from ..ragged import RaggedSpec, note_write_of_all_ranks, parameter_owners, writ
 from .codecs import ParameterCodec
 from .flat_param import FlatParamHandle, handle_of
 from .gradient_hooks import GradientHooks
-from .layout import FlatLayout, ParamSpec, even_chunks, plan_equal_rows, plan_layout
+from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
 from .param_kind import ParameterKind, plain_tensor
 from .policy import CPUOffloadPolicy, Granularity
 from .shard_storage import ON_DEVICE, ShardStorage
@@ -30,6 +30,7 @@ from .sharded_param import (
     FORWARD_SPEC_ATTRIBUTE,
     ManagedParameter,
     copy_attributes,
+    even_chunks,
     inner_of_sharded_param,
     local_elements,
     make_sharded_param,
@@ -81,12 +82,11 @@ def shard_params(
 
 def _copy_elements(originals: Sequence[nn.Parameter], shard: torch.Tensor, handle: FlatParamHandle) -> None:
     """Copy this rank's elements to its new shard."""
-    starts = _param_starts(handle.layout, handle.mesh)
     with torch.no_grad():
-        for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
+        for i, (original, (start, stop, _)) in enumerate(zip(originals, handle.local_shards, strict=True)):
             if stop > start:
                 plain = local_tensor(original) if isinstance(original, DTensor) else plain_tensor(original)
-                shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
+                shard[start:stop].copy_(handle.layout.own_elements(i, plain, handle.mesh.shard_rank))
 
 
 def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[ParameterCodec, torch.Tensor]:
@@ -143,11 +143,11 @@ def shard_again(
         device = local_elements(params[0]).device
         with torch.inference_mode(False), torch.no_grad():
             shard = handle.storage.zeros(handle.shard_numel, params[0].dtype, device)
-            parts = zip(params, handle.views_of(shard), specs, _param_starts(handle.layout, mesh), strict=True)
-            for sharded, local, spec, first in parts:
+            parts = zip(params, handle.views_of(shard), specs, strict=True)
+            for i, (sharded, local, spec) in enumerate(parts):
                 if device.type != "meta":
                     inner = inner_of_sharded_param(sharded)
-                    local.copy_(inner.reshape(-1)[first : first + local.numel()].view(local.shape))
+                    local.copy_(handle.layout.own_elements(i, inner, mesh.shard_rank).view(local.shape))
                 rebind_sharded_param(sharded, local, spec)
     handle.hold(params, GradientHooks(params, [parameter_owners.get(id(sharded)) for sharded in params], owner=handle))
     handle.set_shard(handle.flatten() if shard is None else shard)
@@ -191,11 +191,6 @@ def _own_specs(sharded: nn.Parameter) -> tuple[DTensorSpec | None, Shown]:
     return (None, None) if place is None or own is None else (own.specs[place[1]], own.shown[place[1]])
 
 
-def _param_starts(layout: FlatLayout, mesh: DataParallelMesh) -> list[int]:
-    """For each parameter, the index of the first element that this rank holds."""
-    return [part.param_start for part in layout.local_shards(mesh.shard_rank)]
-
-
 def _plan(
     managed: Sequence[ManagedParameter],
     own: Sequence[DTensorSpec | None],
@@ -235,7 +230,8 @@ def _plan(
     if granularity is even_chunks:
         from ...plugins.even_chunks import plan_chunks
 
-        return plan_chunks(specs, mesh.shard_world_size, alignment).with_shapes(shapes)
+        dims = tuple([even_chunks.dim_of(item.parameter) for item in managed])
+        return plan_chunks(specs, mesh.shard_world_size, alignment, dims).with_shapes(shapes)
     return plan_layout(specs, mesh.shard_world_size, alignment).with_shapes(shapes)
 
 
@@ -332,4 +328,5 @@ def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
     ]
     offsets = [placement.offset for placement in handle.layout.params]
     layout = {"elements per rank": handle.layout.shard_numel, "offsets": offsets}
-    return [*facts, layout | ({"layout": "even chunks"} if handle.layout.in_chunks else {})]
+    placed = {"layout": "even chunks", "dimensions": [str(item) for item in handle.layout.placements]}
+    return [*facts, layout | (placed if handle.layout.in_chunks else {})]

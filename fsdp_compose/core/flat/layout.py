@@ -96,11 +96,6 @@ def _block_stride(block: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return size * inner if dim == 0 or shape[dim] % size == 0 else shape[dim] * inner
 
 
-def even_chunks(_fqn: str, _param: torch.Tensor) -> Granule:
-    """The granularity of a group that is laid out as FSDP2 does it: see the file ``even_chunks``."""
-    return "rows"
-
-
 # ---- Planning
 
 
@@ -126,7 +121,8 @@ class ParamSpec:
 @dataclass(frozen=True)
 class LocalShard:
     """The elements of one parameter in one shard: `param.view(-1)[param_start:][:numel]` is
-    `shard[shard_start:][:numel]`. An empty local shard has `shard_start` 0."""
+    `shard[shard_start:][:numel]`; a parameter in chunks of another dimension than 0 is counted chunk by chunk. An empty
+    local shard has `shard_start` 0."""
 
     param_start: int
     numel: int
@@ -231,6 +227,15 @@ class FlatLayout:
     def own_part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """What a rank's shard has of a whole flat tensor."""
         return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
+
+    def own_elements(self, index: int, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What a rank holds of the whole parameter ``index``, flattened."""
+        part = self.local_shard(index, rank)
+        return whole.reshape(-1)[part.param_start : part.param_start + part.numel]
+
+    def whole_of(self, index: int, elements: torch.Tensor) -> torch.Tensor:
+        """The whole parameter ``index``, of which the elements are given one rank's after the other."""
+        return elements.view(self.params[index].shape)
 
     def as_shards(self, flat: torch.Tensor) -> torch.Tensor:
         """The shards of all ranks in a whole flat tensor, one after the other."""

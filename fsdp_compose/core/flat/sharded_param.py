@@ -38,7 +38,7 @@ from ...errors import MisuseError, MisuseRuntimeError
 from ..comm import DataParallelMesh, kept_for, mesh_beside
 from ..ragged import SHOWN_ATTRIBUTE, RaggedDTensor, RaggedSpec, distribute_ragged, gather_local_shards, rebind
 from .codecs import ParameterCodec
-from .layout import FlatLayout
+from .layout import FlatLayout, Granule
 from .param_kind import ParameterKind
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
 # Set on a parameter that forward sees on a mesh with data-parallel dimensions too; see ``tensor_parallel``.
 FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
+_DIM_ATTRIBUTE = "_fsdp_compose_dim"  # set on a parameter of which even chunks are cut along another dimension than 0
 MESH_ATTRIBUTE = "_fsdp_compose_mesh"  # set on a parameter that has another data-parallel mesh than its group
 
 
@@ -114,6 +115,32 @@ def spec_of(param: torch.Tensor) -> DTensorSpec | None:
     return None if annotation is None else annotation.spec
 
 
+class EvenChunks:
+    """The granularity of a group that is laid out as FSDP2 does it: see the file ``even_chunks``."""
+
+    def __call__(self, _fqn: str, _param: torch.Tensor) -> Granule:
+        return "rows"
+
+    def cut(self, param: torch.Tensor, dim: int) -> bool:
+        """Let the next group cut a parameter along ``dim``, unless tensor parallelism has done so; return whether."""
+        spec = spec_of(param)
+        is_free = spec is None or not any(item.is_shard(dim) for item in spec.placements)
+        if is_free:
+            param.__dict__[_DIM_ATTRIBUTE] = dim
+        return is_free
+
+    def forget(self, param: torch.Tensor) -> None:
+        param.__dict__.pop(_DIM_ATTRIBUTE, None)
+
+    def dim_of(self, param: torch.Tensor) -> int:
+        """The dimension along which a parameter is to be cut, or is already."""
+        known = param._spec.even_dim if isinstance(param, RaggedDTensor) else 0
+        return int(param.__dict__.get(_DIM_ATTRIBUTE, known))
+
+
+even_chunks = EvenChunks()
+
+
 def meshes_of(param: torch.Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The mesh over which a parameter of a group on ``mesh`` is sharded, and that on which it is a DTensor, or
     annotated like one. Ranks: see ``mesh_beside``."""
@@ -172,7 +199,7 @@ def sharded_specs(
         whole, placements, shape = mesh.mesh, mesh.placements(placement), param.shape
         if earlier is not None:
             whole = mesh.beside(earlier.mesh)
-            if layout.in_chunks:  # chunks of the rows that tensor parallelism has left
+            if layout.in_chunks and is_shard_of_rows(placement):  # chunks of the rows that tensor parallelism has left
                 sizes = zip(earlier.placements, earlier.mesh.shape, strict=True)
                 num_parts = prod([size for item, size in sizes if is_shard_of_rows(item)])
                 placements = mesh.placements(rows_within(num_parts))
@@ -246,7 +273,9 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
     return whole
 
 
-NOT_COPIED = frozenset({"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE})
+NOT_COPIED = frozenset(
+    {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, _DIM_ATTRIBUTE}
+)
 
 
 def refuse_meta_content(sharded: nn.Parameter, source: Any, name: str) -> None:

@@ -77,8 +77,8 @@ def zeros_per_block(param: torch.Tensor, block: int = 256, dtype: torch.dtype = 
         spec = param._spec
         if not spec.is_only_ragged:
             raise MisuseError(
-                f"zeros_per_block(): {_name(param)} is cut by tensor parallelism, placed {list(param.placements)}: its "
-                "blocks have no order"
+                f"zeros_per_block(): {_name(param)} is cut by tensor parallelism, or not between rows, placed "
+                f"{list(param.placements)}: its blocks have no order"
             )
         per_rank = spec.ragged.counts.times(spec.ragged.unit_numel(tuple(spec.inner_shape)))
         blocks = RunLengths([(num_blocks(count, block), num_ranks) for count, num_ranks in per_rank.pieces])
@@ -126,6 +126,11 @@ def _refuse_divided(param: torch.Tensor, block: int, what: str) -> None:
     if not isinstance(param, RaggedDTensor):
         return
     spec = param._spec
+    if spec.even_dim:
+        raise MisuseError(
+            f"{what}: {_name(param)} is placed {list(param.placements)}, so blocks of its elements lie on several "
+            "ranks: shard it between rows"
+        )
     unit, position = spec.ragged.unit_numel(tuple(spec.inner_shape)), 0
     for count, num_ranks in spec.ragged.counts.pieces:
         if count and (position % block or (num_ranks > 1 and count * unit % block)):

@@ -32,6 +32,7 @@ from .dtensor import distribute_ragged as distribute_ragged
 from .dtensor import gather_local_shards as gather_local_shards
 from .dtensor import inner_of_whole as inner_of_whole
 from .dtensor import is_alike as is_alike
+from .dtensor import own_part_of as own_part_of
 from .dtensor import rebind as rebind
 from .dtensor import scatter_average as scatter_average
 from .dtensor import shard_inner as shard_inner
@@ -51,6 +52,7 @@ from .placement import RaggedShard as RaggedShard
 from .placement import RaggedSpec as RaggedSpec
 from .placement import RunLengths as RunLengths
 from .placement import refuse_uneven_strides as refuse_uneven_strides
+from .placement import unstacked as unstacked
 
 if TYPE_CHECKING:
     from .ops.reductions import accurate_dtype as accurate_dtype

@@ -38,7 +38,7 @@ from ...errors import MisuseRuntimeError
 from ..comm import Label, device_for, transport_of
 from .gather import DifferentiableGather, refuse_transforms
 from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, note_write_of_all_ranks, parameter_owners, requires_grad_writes
-from .placement import EVEN_CHUNKS, RaggedShard, RaggedSpec
+from .placement import EVEN_CHUNKS, RaggedShard, RaggedSpec, stacked, unstacked
 
 # ---- How ``torch.distributed.checkpoint`` saves and loads a tensor of which each rank holds one range: as boxes
 
@@ -462,8 +462,13 @@ def rebind(tensor: RaggedDTensor, local: torch.Tensor, spec: RaggedSpec | None =
 
 def shard_inner(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     """Copy this rank's local shard out of the inner tensor."""
-    start, stop = spec.element_range
-    return inner.detach().reshape(-1)[start:stop].clone().view(spec.local_shape)
+    return own_part_of(inner.detach(), spec).clone()
+
+
+def own_part_of(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's local shard of the inner tensor, a view if possible."""
+    (start, stop), num_ranks = spec.element_range, spec.mesh.size(spec.ragged_dim)
+    return stacked(inner, spec.even_dim, num_ranks)[start:stop].view(spec.local_shape)
 
 
 def shard_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
@@ -486,14 +491,14 @@ def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
     """Gather the inner tensor from the local shards of all ranks of the ragged mesh dimension."""
     spec, local = tensor._spec, local_tensor(tensor)
     rank, group, shape = spec.rank, spec.group, spec.inner_shape
-    ranges = spec.ragged.element_ranges(shape)
+    ranges = spec.ragged.element_ranges(spec.stacked_shape)
     home, local = local.device, local.to(device_for(group, local.device))
     flat = local.new_empty(prod(shape))
     if len(ranges) == 1 or local.device.type == "meta":
         flat[slice(*ranges[rank])] = local.reshape(-1)
     else:
         transport_of(group, local.device).gather(flat, local.reshape(-1), ranges, True, _LABEL)
-    return flat.to(home).view(shape)
+    return unstacked(flat.to(home), shape, spec.even_dim, len(ranges))
 
 
 def gathered(tensor: RaggedDTensor) -> DTensor:

@@ -380,6 +380,20 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[B
     return [Box((index, *box.offsets), (1, *box.sizes), index * row + box.start) for box in inner]
 
 
+def stacked(whole: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
+    """The elements of a tensor that is cut evenly along ``dim``, one rank's part after the other; a view for dim 0."""
+    if not dim:
+        return whole.reshape(-1)
+    return whole.reshape(prod(whole.shape[:dim]), num_ranks, -1).transpose(0, 1).reshape(-1)
+
+
+def unstacked(elements: torch.Tensor, shape: tuple[int, ...], dim: int, num_ranks: int) -> torch.Tensor:
+    """The other way round: the tensor of ``shape``."""
+    if not dim:
+        return elements.view(shape)
+    return elements.view(num_ranks, prod(shape[:dim]), -1).transpose(0, 1).reshape(shape)
+
+
 # ---- ``RaggedSpec``: mesh, placements, shape and dtype of a ``RaggedDTensor``, and what they mean for one rank
 #
 # Pure arithmetic, computed once and kept. Tensors that are sharded the same way should share one spec: comparing is
@@ -401,7 +415,7 @@ class RaggedSpec(DTensorSpec):
     @staticmethod
     def make(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> RaggedSpec:
         """Raises ValueError unless exactly one placement is a ``RaggedShard``, and it covers the tensor; or none is,
-        and the first one that shards the tensor stands for one of even chunks: ``Shard(0)``."""
+        and the first one that shards the tensor stands for one of even chunks: ``Shard(0)``, or another dimension."""
         size = torch.Size(shape)
         known = [item.with_shape(size) if isinstance(item, RaggedShard) else item for item in placements]
         spec = RaggedSpec(mesh, tuple(known), TensorMeta(size, torch.empty(size, device="meta").stride(), dtype))
@@ -411,7 +425,7 @@ class RaggedSpec(DTensorSpec):
                 f"a RaggedDTensor on a mesh of {mesh.ndim} dimension(s) needs as many placements, exactly one of them "
                 f"a RaggedShard; got {list(spec.placements)}"
             )
-        units, inner = spec.ragged.num_units(spec.inner_shape), tuple(spec.inner_shape)
+        units, inner = spec.ragged.num_units(spec.stacked_shape), tuple(spec.stacked_shape)
         if len(spec.ragged.counts) != mesh.size(spec.ragged_dim) or spec.ragged.num_placed != units:
             raise ValueError(
                 f"{spec.ragged} does not shard a tensor of shape {inner}, which has {units} "
@@ -425,10 +439,17 @@ class RaggedSpec(DTensorSpec):
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether ``Shard(0)`` stands for the ``RaggedShard``."""
+        """Whether a stock ``Shard`` stands for the ``RaggedShard``."""
         first = next((item for item in self.placements if not item.is_replicate()), None)
         has_own = any(isinstance(item, RaggedShard) for item in self.placements)
-        return bool(self.shape) and not has_own and is_shard_of_rows(first)
+        return bool(self.shape) and not has_own and (is_shard_of_rows(first) or type(first) is Shard)
+
+    @cached_property
+    def even_dim(self) -> int:
+        """The dimension of the even chunks. If it is not 0, the ``RaggedShard`` shards the rows of the chunks, one
+        chunk after the other."""
+        placement: Any = self.placements[self.ragged_dim]
+        return placement.dim if self.is_even else 0
 
     @cached_property
     def ragged_dim(self) -> int:
@@ -440,7 +461,7 @@ class RaggedSpec(DTensorSpec):
     def ragged(self) -> RaggedShard:
         placement = self.placements[self.ragged_dim]
         if self.is_even:
-            placement = RaggedShard.even(self.inner_shape[0], self.mesh.size(self.ragged_dim))
+            placement = RaggedShard.even(self.stacked_shape[0], self.mesh.size(self.ragged_dim))
         assert isinstance(placement, RaggedShard)
         return placement
 
@@ -486,6 +507,12 @@ class RaggedSpec(DTensorSpec):
         return self._inner[0]
 
     @cached_property
+    def stacked_shape(self) -> Shape:
+        """The inner shape; of chunks of another dimension than 0, if they are put together along dim 0."""
+        shape, dim, num_ranks = self.inner_shape, self.even_dim, self.mesh.size(self.ragged_dim)
+        return (num_ranks * shape[0], *shape[1:dim], shape[dim] // num_ranks, *shape[dim + 1 :]) if dim else shape
+
+    @cached_property
     def inner_runs(self) -> list[list[tuple[int, int]]]:
         """Where the inner tensor lies in the whole tensor: of each dimension, starts and sizes."""
         runs = [[place] for place in zip(self._inner[1], self._inner[0], strict=True)]
@@ -498,10 +525,11 @@ class RaggedSpec(DTensorSpec):
 
     @cached_property
     def is_only_ragged(self) -> bool:
-        """Whether no other placement shards the tensor: the ``RaggedShard`` then shards the whole tensor, on every
-        rank."""
+        """Whether no other placement shards the tensor, and each rank has a range of it: the ``RaggedShard`` then
+        shards the whole tensor, on every rank."""
         sizes = self.mesh.shape
-        return all(item.is_replicate() or size == 1 for item, size in zip(self.gathered_placements, sizes, strict=True))
+        others = zip(self.gathered_placements, sizes, strict=True)
+        return not self.even_dim and all(item.is_replicate() or size == 1 for item, size in others)
 
     @cached_property
     def is_scalar(self) -> bool:
@@ -514,12 +542,12 @@ class RaggedSpec(DTensorSpec):
 
     @cached_property
     def local_shape(self) -> Shape:
-        return self.ragged.local_shape(self.inner_shape, self.rank)
+        return self.ragged.local_shape(self.stacked_shape, self.rank)
 
     @cached_property
     def element_range(self) -> tuple[int, int]:
-        """Start and stop of this rank's local shard in the flattened inner tensor."""
-        return self.ragged.element_range(self.inner_shape, self.rank)
+        """Start and stop of this rank's local shard in the flattened inner tensor, or stacked chunks."""
+        return self.ragged.element_range(self.stacked_shape, self.rank)
 
     @cached_property
     def _by_dtype(self) -> dict[torch.dtype, RaggedSpec]:
@@ -557,6 +585,9 @@ class RaggedSpec(DTensorSpec):
         """This rank's local shard as boxes of the inner tensor; an empty tensor is one empty box on the first rank."""
         if prod(self.shape) == 0:
             return [Box((0,) * len(self.shape), tuple(self.shape), 0)] if self.rank == 0 else []
+        if self.even_dim:
+            offsets = [self.rank * size if i == self.even_dim else 0 for i, size in enumerate(self.local_shape)]
+            return [Box(tuple(offsets), self.local_shape, self.element_range[0])]
         return range_to_boxes(self.inner_shape, *self.element_range)
 
     def boxes_of_whole(self, box: Box) -> list[tuple[Box, tuple[slice, ...]]]:

@@ -183,15 +183,15 @@ def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> di
     wholes: dict[int, torch.Tensor] = {}
     received = []
     for index, local in bundle.locals.items() if is_wanted else ():
-        whole = wholes[index] = local.new_empty(layout.params[index].shape)
+        whole = wholes[index] = local.new_empty(layout.params[index].numel)
         for rank, part in layout.local_shards_of(index).items():
-            piece = whole.view(-1)[part.param_start :][: part.numel]
+            piece = whole[part.param_start :][: part.numel]
             if rank == mine:
                 piece.copy_(local.reshape(-1))
             else:
                 received.append((rank, piece))
     transport.exchange(sent, received, sum(sizes), bundle.handle.label)
-    return wholes
+    return {index: layout.whole_of(index, elements) for index, elements in wholes.items()}
 
 
 def _as_shard(handle: FlatParamHandle, locals_: Mapping[int, torch.Tensor]) -> torch.Tensor:
