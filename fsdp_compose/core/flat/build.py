@@ -204,7 +204,7 @@ def _plan(
         if granularity is even_chunks:
             from ...plugins.even_chunks import plan_chunks
 
-            return plan_chunks([ParamSpec(fqn, shape)], mesh.shard_world_size, 1)
+            return plan_chunks([ParamSpec(fqn, shape)], mesh.shard_world_size, 1, (0,))
         return plan_equal_rows(fqn, shape, mesh.shard_world_size)
     dtypes = (dtype, kind.compute_dtype(dtype), kind.reduction_dtype(dtype), kind.gradient_dtype(dtype))
     alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
