@@ -125,7 +125,7 @@ def run_distributed(
     file = str(sys.modules[body.__module__].__file__)
     pool = None if throw_away else _pools.pop(world_size, None)
     try:
-        pool = pool or Ranks(world_size, pg_timeout=pg_timeout or GROUP_TIMEOUT, before=_reset, after=_end_groups)
+        pool = pool or Ranks(world_size, pg_timeout=pg_timeout or GROUP_TIMEOUT, before=_reset, after=end_groups)
         task = file, body.__module__, body.__qualname__, arguments or {}
         pool.run(_call, *task, timeout=timeout, name=body.__qualname__, barrier_after=not throw_away)
         if not throw_away and _is_fit(pool):
@@ -237,7 +237,7 @@ def _lasting_group(size: int, stride: int, _same: int) -> dist.ProcessGroup | No
     return group
 
 
-def _end_groups() -> None:
+def end_groups() -> None:
     """Ends the process groups that a test has made: a thread of each would wake up a hundred times a second."""
     for flattened in [flat for mesh in _lasting_meshes for flat in mesh._flatten_mapping.values()]:
         lasting_groups.update(flattened.get_all_groups())

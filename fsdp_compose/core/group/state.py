@@ -24,6 +24,7 @@ from ..._torch import ComposableState
 from ...errors import MisuseRuntimeError
 from ..comm import ControlExchange, DataParallelMesh, Names
 from ..flat import Communicator, FlatParamHandle, Region, mark_owner, segment_owners
+from ..ragged import RaggedDTensor, gather_local_shards
 from .collective_order import UNNUMBERED, CollectiveLog
 from .iteration import (
     NOWHERE,
@@ -179,13 +180,22 @@ class _FSDPState(ComposableState):
 
     def gather_parameter(self, handle: FlatParamHandle, index: int) -> torch.Tensor | None:
         """Gather a parameter that is used outside the group's forward; ``None`` before the first forward."""
-        # Over the ranks on which experts are spread, the gather would take gradients for equal.
+        # Over the ranks on which experts are spread, the gather would take gradients for equal: the tensor may be read
+        # (weights sent to an engine), but a loss must say how gradients differ.
         if handle.mesh.missing_factor > 1 or handle.mesh.ranks() < self.mesh.ranks():
-            raise MisuseRuntimeError(
+            error = MisuseRuntimeError(
                 f"full_tensor() of {handle.name_of(index)}, of which other data-parallel ranks hold others (expert "
                 "parallelism), in a loss: say how gradients differ between ranks. For a term that is the same on all "
                 "ranks: full_tensor(grad_placements=[Replicate()] * param.device_mesh.ndim)"
             )
+
+            def refuse(_: torch.Tensor) -> None:
+                raise error
+
+            with torch.no_grad():
+                inner = gather_local_shards(cast(RaggedDTensor, handle.sharded_params[index]))
+            inner.requires_grad_().register_hook(refuse)
+            return inner
         return None if self.root is None else self.root.gather_parameter(self.root, self, handle, index)
 
     @property
