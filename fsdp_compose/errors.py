@@ -6,8 +6,6 @@ is raised can be pickled, and copied to other processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class FSDPComposeError(Exception):
     """The base of the classes below. What is none of them stays a built-in error: an operator that sharded tensors do
@@ -70,7 +68,7 @@ def text_of(problem: str | Exception) -> str:
 _MAX_LINES = 20  # of problems that an error lists
 
 
-def list_problems(what: str, problems: Sequence[str], remedy: str) -> str:
+def list_problems(what: str, problems: list[str], remedy: str) -> str:
     """Format several problems as one text; empty if there are none."""
     if not problems:
         return ""
