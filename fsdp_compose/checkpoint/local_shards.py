@@ -46,7 +46,6 @@ from ..extension import (
     local_of,
     never_traced,
     note_write_of_all_ranks,
-    refuse_sleeping,
     states_to_run,
     streams_of,
 )
@@ -247,7 +246,8 @@ class Shards:
         return [handle for state in self._states for handle in state._handles]
 
     def _refuse_absent(self) -> None:
-        refuse_sleeping(self._states)
+        for state in self._states:
+            state.refuse_sleeping()
         for handle in self._handles():
             if handle.summoned is not None:
                 raise MisuseRuntimeError(

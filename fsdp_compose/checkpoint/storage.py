@@ -40,8 +40,8 @@ from ..errors import FSDPComposeError, MisuseRuntimeError, MisuseTypeError, Rank
 from ..extension import (
     Optimizers,
     Peers,
+    StateDictOptions,
     Target,
-    as_options,
     empty_on,
     get_model_state_dict,
     get_state_dict,
@@ -628,7 +628,7 @@ def resume(
 
     def check(loaded: dict[str, Any]) -> None:
         given = None if optimizers is None else trained
-        load_into("resume()", model, given, loaded["model"], loaded.get("optimizer"), as_options(None), only_check=True)
+        load_into("resume()", model, given, loaded["model"], loaded.get("optimizer"), StateDictOptions(), only_check=True)
 
     planner = LoadPlanner(allow_pickle=False, place_state=state_placer(model, trained), check=check)
     if optimizers is None:

@@ -153,8 +153,10 @@ _REPLICATED = ("replicate", "replicated")
 _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
-def check_modules(module: Any, caller: str) -> list[nn.Module]:
-    """Return the outermost of the given modules."""
+def check_modules(
+    module: Any, ignored_params: Iterable[nn.Parameter] | None, caller: str
+) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Return the outermost of the given modules, and the parameters that their groups leave out."""
     modules = [module] if isinstance(module, nn.Module) else module
     if not isinstance(modules, list) or not modules or not all(isinstance(item, nn.Module) for item in modules):
         raise MisuseTypeError(
@@ -187,10 +189,10 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
                 raise MisuseError(
                     f"{caller}(): torch's {other}() was already applied to this {type(item).__name__}; choose one"
                 )
-    return roots
+    return roots, _ignored(ignored_params, caller)
 
 
-def check_ignored(ignored_params: Iterable[nn.Parameter] | None, caller: str) -> set[nn.Parameter]:
+def _ignored(ignored_params: Iterable[nn.Parameter] | None, caller: str) -> set[nn.Parameter]:
     if ignored_params is None:
         return set()
     if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
@@ -459,12 +461,11 @@ def _checked(
     limit_unsharded_bytes: int | str | None,
 ) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:
     """Check the arguments of ``fully_shard`` and convert them to those of ``make_group``."""
-    modules = check_modules(module, "fully_shard")
+    modules, ignored = check_modules(module, ignored_params, "fully_shard")
     if mp_policy is None:
         mp_policy = MixedPrecisionPolicy()
     mp_policy = as_ours(MixedPrecisionPolicy, mp_policy, "fully_shard(mp_policy=...)")
     offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
-    ignored = check_ignored(ignored_params, "fully_shard")
     if limit_unsharded_bytes is not None:
         bytes_of_limit(limit_unsharded_bytes)
     mesh = check_mesh(mesh)
@@ -576,11 +577,10 @@ def replicate(
             fully_shard(block)
         fully_shard(model)
     """
-    modules = check_modules(module, "replicate")
+    modules, ignored = check_modules(module, ignored_params, "replicate")
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     policy = as_ours(MixedPrecisionPolicy, policy, "replicate(mp_policy=...)")
     bucket_bytes = size_of(bucket_bytes, "replicate(bucket_bytes={})")
-    ignored = check_ignored(ignored_params, "replicate")
     options = GroupOptions(policy, reshard_after_forward=False, bucket_bytes=bucket_bytes)
     make_group(modules, replicated_mesh(mesh), options, ignored)
     drive(modules)

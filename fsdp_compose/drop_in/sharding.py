@@ -22,16 +22,13 @@ from .._arguments import checked
 from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, is_wrapper, local_tensor
 from ..errors import MisuseError
 from ..extension import (
-    FORWARD_SPEC_ATTRIBUTE,
-    MESH_ATTRIBUTE,
-    SHARDED_PARAM_ATTRIBUTE,
     Granularity,
     Granule,
+    ParamAttribute,
     RaggedDTensor,
     annotations_on,
     as_ours,
     check_fully_shard,
-    check_ignored,
     check_modules,
     default_mesh,
     even_chunks,
@@ -183,7 +180,7 @@ def fully_shard(
         TypeError, ValueError, RuntimeError: as for ``fsdp_compose.fully_shard``; a module has an attribute with the
             name of one of the methods; a module mixes parameters that stay whole with others.
     """
-    modules, ignored = check_modules(module, "fully_shard"), check_ignored(ignored_params, "fully_shard")
+    modules, ignored = check_modules(module, ignored_params, "fully_shard")
     refuse_clash(modules)
     if mesh is None:
         if not dist.is_initialized():
@@ -230,7 +227,7 @@ def fully_shard(
 def _forget_meshes(params: Iterable[nn.Parameter | None]) -> None:
     for param in params:
         if param is not None:
-            param.__dict__.pop(MESH_ATTRIBUTE, None)
+            param.__dict__.pop(ParamAttribute.MESH, None)
             even_chunks.forget(param)
 
 
@@ -296,7 +293,7 @@ def _leave_data_parallel_dims(
         if param in ignored or param in new or isinstance(param, RaggedDTensor) or is_annotated(param):
             continue
         earlier = param.__dict__.get(_WITHOUT_DATA_DIMS)
-        if earlier is not None and SHARDED_PARAM_ATTRIBUTE in earlier.__dict__:
+        if earlier is not None and ParamAttribute.SHARDED in earlier.__dict__:
             new[param] = earlier  # an earlier call has sharded it elsewhere: weights tied across calls
             continue
         if not isinstance(param, DTensor) or param.device_mesh != mesh:
@@ -321,7 +318,7 @@ def _leave_data_parallel_dims(
                 local, mesh[rest], kept, run_check=False, shape=param.shape, stride=param.stride()
             )
         new[param] = nn.Parameter(local, requires_grad=param.requires_grad)
-        new[param].__dict__[FORWARD_SPEC_ATTRIBUTE] = dtensor_spec(param)
+        new[param].__dict__[ParamAttribute.FORWARD_SPEC] = dtensor_spec(param)
         param.__dict__[_WITHOUT_DATA_DIMS] = new[param]
     for item in {inner for module in modules for inner in module.modules()}:
         for name, own in item._parameters.items():
@@ -425,7 +422,7 @@ def _with_other_homes(
             )
         for name, home in own.items():
             if home != usual:
-                module._parameters[name].__dict__[MESH_ATTRIBUTE] = home.mesh
+                module._parameters[name].__dict__[ParamAttribute.MESH] = home.mesh
         for child in module.children():
             look(child)
 

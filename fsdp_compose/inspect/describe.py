@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
-from ..extension import FlatLayout, FlatParamHandle, GroupOptions, _FSDPState, sharded_parameters, states_to_run
+from ..extension import FlatParamHandle, _FSDPState, sharded_parameters, states_to_run
 from ..optim import OwnersByParam, owners_by_param
 from .describe_formats import (
     Computed,
@@ -132,7 +132,7 @@ def _group(
         mesh_dims=tuple(mesh.mesh_dim_names or ()),
         device=str(state.mesh.device),
         shard_ranks=holders,
-        policy=_policy(state.options),
+        policy=_policy(state),
         options=_options(state, module_names),
         flat_parameters=tuple(_flat_parameter(handle, names, holders, owners) for handle in state._handles),
     )
@@ -169,7 +169,7 @@ def _flat_parameter(
 def _parameter(
     handle: FlatParamHandle, index: int, names: _Names, holders: _Holders, owners: OwnersByParam
 ) -> ParameterFacts:
-    layout, placed, param = handle.layout, handle.layout.params[index], handle.sharded_params[index]
+    placed, param = handle.layout.params[index], handle.sharded_params[index]
     fqn, *tied = names.get(id(param)) or (handle.name_of(index),)
     is_composite = handle.kind.codec.is_composite
     return ParameterFacts(
@@ -183,15 +183,15 @@ def _parameter(
         offset=placed.offset,
         granule=placed.granule,
         placements=tuple(map(str, getattr(param, "placements", ()))),
-        parts=tuple(_parts_of_bytes(handle, holders) if is_composite else _parts(layout, index, holders)),
+        parts=tuple(_parts_of_bytes(handle, holders) if is_composite else _parts(handle, index, holders)),
         computed=tuple(starmap(Computed, owners.get(id(param), ()))),
     )
 
 
-def _parts(layout: FlatLayout, index: int, holders: _Holders) -> Iterator[Part]:
-    placed = layout.params[index]
+def _parts(handle: FlatParamHandle, index: int, holders: _Holders) -> Iterator[Part]:
+    placed = handle.layout.params[index]
     has_rows, row = placed.row_aligned and placed.shape, placed.row_numel
-    for shard, local in layout.local_shards_of(index).items():
+    for shard, local in handle.layout.local_shards_of(index).items():
         start, stop = local.param_start, local.param_start + local.numel
         rows = (start // row, stop // row) if has_rows else None
         yield Part(holders[shard], start, stop, rows, local.shard_start, local.shard_start + local.numel)
@@ -199,12 +199,12 @@ def _parts(layout: FlatLayout, index: int, holders: _Holders) -> Iterator[Part]:
 
 def _parts_of_bytes(handle: FlatParamHandle, holders: _Holders) -> Iterator[Part]:
     """Yield the shards of a parameter that consists of several tensors: rows, as bytes that fill the shard."""
-    for part in _parts(handle.layout, 0, holders):
+    for part in _parts(handle, 0, holders):
         yield replace(part, shard_start=0, shard_stop=handle.shard_numel)
 
 
-def _policy(options: GroupOptions) -> dict[str, str]:
-    policy = options.mp_policy
+def _policy(state: _FSDPState) -> dict[str, str]:
+    policy = state.options.mp_policy
     chosen = {name: getattr(policy, name) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
     facts = {name: _dtype(dtype) for name, dtype in chosen.items() if dtype is not None}
     if not policy.cast_forward_inputs:
@@ -215,7 +215,7 @@ def _policy(options: GroupOptions) -> dict[str, str]:
 
 
 def _options(state: _FSDPState, module_names: Mapping[nn.Module, str]) -> dict[str, str]:
-    options, default = state.options, GroupOptions()
+    options, default = state.options, type(state.options)()
     reshards: object = options.reshard_after_forward
     if reshards is None:
         is_known = state.root is not None

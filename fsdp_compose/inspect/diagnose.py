@@ -15,14 +15,7 @@ from typing import Any
 import torch.nn as nn
 
 from .._arguments import checked
-from ..extension import (
-    HANG_SECONDS_ENV,
-    POSITION_MARK,
-    SHARDED_PARAM_ATTRIBUTE,
-    get_state,
-    modules_to_run,
-    states_to_run,
-)
+from ..extension import HANG_SECONDS_ENV, POSITION_MARK, ParamAttribute, get_state, modules_to_run, states_to_run
 
 # ---- ``find_unreduced_parameters(model)``: the trainable parameters of a model whose gradients are not reduced.
 
@@ -67,7 +60,7 @@ def find_unreduced_parameters(model: nn.Module) -> list[UnreducedParameter]:
                 continue
             if id(param) in ignored:
                 reason = "passed as ignored_params: reduce its gradients yourself, or freeze it"
-            elif SHARDED_PARAM_ATTRIBUTE in param.__dict__:
+            elif ParamAttribute.SHARDED in param.__dict__:
                 reason = (
                     "was tied to a parameter that another group sharded, and is no longer the same tensor: shard the "
                     "modules that share it in one call, fully_shard([a, b])"

@@ -33,7 +33,7 @@ from .._torch import (
     simplified,
     storage_id,
 )
-from ..extension import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Work
+from ..extension import CollectiveKind, Work
 from .plan_report import ACTIVATIONS, GATHERED, KINDS, OTHER, TEMPORARY, CollectiveFacts, Moment
 from .step_events import Operation, StepEvent, nbytes_of, operation_of
 
@@ -307,7 +307,7 @@ class DryRun(DispatchMode):
         if found is None:
             return
         work, made = self._take(*found), _tensors(args[0] if func.namespace == "c10d" else result)
-        for item in made if found[0].kind == ALL_TO_ALL else ():
+        for item in made if found[0].kind == CollectiveKind.ALL_TO_ALL else ():
             self._ledger.lose_values(item)
         if func.namespace != functional_collectives().name:
             work.wait()
@@ -434,9 +434,9 @@ def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, 
     names = [item.name for item in func._schema.arguments]
     is_in_place = "process_group" in names
     group = process_group_of(args[names.index("process_group" if is_in_place else "group_name")])
-    given, made = args[is_in_place and kind != ALL_REDUCE], args[0] if is_in_place else result
+    given, made = args[is_in_place and kind != CollectiveKind.ALL_REDUCE], args[0] if is_in_place else result
     sent, num_ranks = nbytes_of(_tensors(given)), group.size()
-    if kind == ALL_TO_ALL:
+    if kind == CollectiveKind.ALL_TO_ALL:
         facts = CollectiveFacts(kind, group.group_desc, sent * num_ranks, num_ranks, sent - sent // num_ranks)
     else:
         facts = CollectiveFacts(kind, group.group_desc, max(sent, nbytes_of(_tensors(made))), num_ranks)
@@ -444,8 +444,11 @@ def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, 
 
 
 _COLLECTIVES = {  # by a part of the names of torch's operations, without underscores
-    "alltoall": ALL_TO_ALL, "allgather": ALL_GATHER, "reducescatter": REDUCE_SCATTER, "allreduce": ALL_REDUCE,
-}  # fmt: skip
+    "alltoall": CollectiveKind.ALL_TO_ALL,
+    "allgather": CollectiveKind.ALL_GATHER,
+    "reducescatter": CollectiveKind.REDUCE_SCATTER,
+    "allreduce": CollectiveKind.ALL_REDUCE,
+}
 
 
 @contextmanager

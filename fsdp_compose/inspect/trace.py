@@ -22,9 +22,8 @@ import torch.nn as nn
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
 from ..extension import (
-    ALL_GATHER,
-    GATHER,
     Collective,
+    CollectiveKind,
     CollectiveNotes,
     Recorder,
     Transport,
@@ -179,7 +178,7 @@ class _GroupNotes(CollectiveNotes):
         self._waits: dict[Collective, _Span] = {}
 
     def issue(self, collective: Collective) -> None:
-        track = ALL_GATHERS if collective.kind in (ALL_GATHER, GATHER) else REDUCTIONS
+        track = ALL_GATHERS if collective.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER) else REDUCTIONS
         about = collective.kind, self._state.name, track, str(collective), collective.nbytes
         self._under_way[collective] = self._notebook.begin(*about)
 
@@ -187,7 +186,7 @@ class _GroupNotes(CollectiveNotes):
         self._under_way[collective].stop = self._notebook.clock.mark_end(work)
 
     def wait(self, collective: Collective) -> None:
-        if collective.kind != GATHER and collective in self._under_way:
+        if collective.kind != CollectiveKind.GATHER and collective in self._under_way:
             self._waits[collective] = self._notebook.begin(WAIT, self._state.name, COMPUTE, str(collective))
 
     def done(self, collective: Collective) -> None:
@@ -376,5 +375,5 @@ class _Lines(CollectiveNotes):
         self._take(str(collective))
 
     def done(self, collective: Collective) -> None:
-        if collective.kind != GATHER:  # a gather is waited for at once
+        if collective.kind != CollectiveKind.GATHER:  # a gather is waited for at once
             self._take(f"  wait for {collective.kind} {collective.label}")

@@ -26,10 +26,8 @@ from ..extension import (
     Peers,
     Transport,
     handle_of,
-    is_sleeping,
     local_elements,
     local_of,
-    sleeping_error,
     state_of,
 )
 
@@ -121,8 +119,8 @@ def why_unreadable(sources: Sequence[Source]) -> str:
         state = state_of(handle)
         if state is None:
             return f"the sharded module of {handle.names[0]} no longer exists"
-        if is_sleeping(state):
-            return sleeping_error(state.name)
+        if state.persistent.is_asleep:
+            return state.sleeping_error
         if state.is_busy:
             return (
                 f"a forward or backward of the fully_shard group {state.name} is running (or was interrupted: run a "

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ..extension import CollectiveKind
 from ..inspect import Issue, Operation, StepEvent
 from .hardware import Curve, Device, Level, Network
 from .schedule import schedule
@@ -68,7 +68,7 @@ def fitted_beside(samples: Sequence[Sample]) -> float:
     both = [item.wall for item in samples if item.name == BESIDE]
     if not both:  # one process
         return Device.beside
-    gathers = NUM_GATHERS * max(item.wall for item in samples if item.name == ALL_GATHER)
+    gathers = NUM_GATHERS * max(item.wall for item in samples if item.name == CollectiveKind.ALL_GATHER)
     products = [item for item in samples if item.operation is not None and item.operation.name == "mm"]
     longest = max(products, key=lambda item: (item.operation.flops, item.wall))  # type: ignore[union-attr]
     lost = (both[0] - NUM_PRODUCTS * longest.wall) / gathers
@@ -122,7 +122,7 @@ def curves_of(points: Iterable[tuple[str, int, float]]) -> Mapping[str, Curve]:
 
 
 def _collectives(samples: Sequence[Sample], clock: str) -> Mapping[str, Curve]:
-    kinds = ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE
+    kinds = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE
     return curves_of((item.name, item.nbytes, item.seconds(clock)) for item in samples if item.name in kinds)
 
 
@@ -133,7 +133,7 @@ def fitted_network(
 
     A CPU's collectives have curves, which hold all of their time: nothing is left for the network."""
     start, bandwidth = 0.0, math.inf
-    gathers = _collectives(samples, clock).get(ALL_GATHER)
+    gathers = _collectives(samples, clock).get(CollectiveKind.ALL_GATHER)
     if is_cuda and gathers is not None and processes > 1 and gathers.seconds[-1] > gathers.seconds[0]:
         start, longest = gathers.seconds[0], gathers.seconds[-1]
         bandwidth = gathers.nbytes[-1] * (processes - 1) / processes / (longest - start)

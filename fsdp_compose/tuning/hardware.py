@@ -18,7 +18,7 @@ from typing import Any
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseTypeError
-from ..extension import ALL_REDUCE, ALL_TO_ALL
+from ..extension import CollectiveKind
 from ..inspect import STEP, Operation
 
 
@@ -241,20 +241,21 @@ class Network:
         if num < 2:
             return 0.0
         if sent is None:
-            sent = int(nbytes * (num - 1) / num) * (2 if kind == ALL_REDUCE else 1)
+            sent = int(nbytes * (num - 1) / num) * (2 if kind == CollectiveKind.ALL_REDUCE else 1)
         spans = [*self._levels_of(ranks)]
         ring = tree = 0.0
         for i, (level, _, nodes) in enumerate(spans):
             above = spans[i + 1][2] if i + 1 < len(spans) else 1
             ring += (nodes - above) * level.latency
             tree += math.log2(nodes / above) * level.latency
-        if kind == ALL_TO_ALL:  # each level carries what leaves its nodes, and a rank uses its own connection
+        if kind == CollectiveKind.ALL_TO_ALL:
+            # Each level carries what leaves its nodes, and a rank uses its own connection.
             shares = [(num - inside) / (num - 1) / level.bandwidth for level, inside, _ in spans]
             return self.start + tree + sent * max(shares)
         # A ring enters and leaves a node once, and there are as many rings as ranks of the group in a node: so the
         # group uses the connections of all its ranks there. Rings run at the pace of the slowest level.
         slowest = min(level.bandwidth * inside for level, inside, _ in spans)
-        return self.start + (min(2 * ring, 2 * tree) if kind == ALL_REDUCE else ring) + sent / slowest
+        return self.start + (min(2 * ring, 2 * tree) if kind == CollectiveKind.ALL_REDUCE else ring) + sent / slowest
 
     def _levels_of(self, ranks: Sequence[int]) -> Iterator[tuple[Level, int, int]]:
         """The levels that a collective of these ranks crosses, how many of them are in a node below each, and how many

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._arguments import checked
-from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ..extension import CollectiveKind
 from ..inspect import BACKWARD, FORWARD, STEP, Issue, Operation, StepEvent
 from .hardware import Device, Network
 
@@ -211,9 +211,9 @@ class _Streams(_Core):
         queue = tuple(event.ranks)
         start = max(self._now, self._host)
         part = event.nbytes / len(queue)
-        if self._is_offloaded and event.kind == ALL_GATHER:
+        if self._is_offloaded and event.kind == CollectiveKind.ALL_GATHER:
             start = self._copy(event.group, part, start)
-        if event.kind == ALL_REDUCE:
+        if event.kind == CollectiveKind.ALL_REDUCE:
             # The second stage of a hybrid reduction is issued on the stream of the first one. The events are those of
             # a CPU, which issues it when it has waited for the first stage.
             start = self._reduced.pop(event.group, start)
@@ -222,7 +222,7 @@ class _Streams(_Core):
         end = self._note(event.kind, event.group, start, start + seconds)
         self._queues[queue] = self._ends[event.number] = end
         self._communication += seconds
-        if event.kind == REDUCE_SCATTER:
+        if event.kind == CollectiveKind.REDUCE_SCATTER:
             self._first_stages[event.number] = event.group
             if self._is_offloaded:
                 self._copy(event.group, part, end)

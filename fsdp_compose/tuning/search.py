@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from .._arguments import checked, size_of
 from ..errors import MisuseError
-from ..extension import STRATEGIES, Kept, MixedPrecisionPolicy, no_sync, states_to_run
+from ..extension import STRATEGIES, MixedPrecisionPolicy, no_sync, states_to_run
 from ..inspect import (
     ACTIVATIONS,
     ADAMW,
@@ -304,16 +304,12 @@ class _Search:
         row, sizes = STRATEGIES[setting.strategy], setting.mesh
         kept = {kind: max(moment.bytes_by_kind[kind] for moment in self.first[0].moments) for kind in _ON_HOST}
         # Parameters that all ranks gather and keep are counted apart from those that the optimizer trains.
-        gathers_all = Kept.SHARDED not in row.parameters
-        dims = {PARAMETERS: row.optimizer if gathers_all else row.parameters, GRADIENTS: row.gradients}
+        dims = {PARAMETERS: row.optimizer if row.gathers_all else row.parameters, GRADIENTS: row.gradients}
         dims[OPTIMIZER] = row.optimizer
         flats = [flat for group in self.first[0].layout.groups for flat in group.flat_parameters]
         # Experts that are spread over some of the ranks are on fewer, so there are fewer copies of them.
         most = min((flat.num_shards for flat in flats), default=self.world_size)
-        copies = {
-            kind: math.prod(size for size, item in zip(sizes, dims[kind], strict=True) if item is not Kept.SHARDED)
-            for kind in kept
-        }
+        copies = {kind: row.num_copies(dims[kind], sizes) for kind in kept}
         state = {kind: nbytes * min(copies[kind], most) for kind, nbytes in kept.items()}
         kept_by = False if setting.strategy == "zero2" else setting.reshard_after_forward
         gathered = sum(flat.unsharded_bytes or 0 for flat in flats) // (kept_by or 1) if kept_by is not None else 0

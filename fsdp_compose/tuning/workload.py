@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._arguments import checked
 from .._torch import DispatchMode
-from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, Work, fully_shard, transport_of
+from ..extension import CollectiveKind, Label, Work, fully_shard, transport_of
 from ..inspect import Operation, operation_of
 
 
@@ -108,7 +108,7 @@ def actions_of(
             yield Sample(name, nbytes=whole, run=partial(_waited, start))
     if group.size() > 1 and device.type == "cuda":
         a, b = (random_of(*shape, dtype=dtypes[-1]) for shape in itertools.pairwise(work.products[-1]))
-        yield Sample(BESIDE, nbytes=whole, run=partial(_beside, collectives[ALL_GATHER], a, b))
+        yield Sample(BESIDE, nbytes=whole, run=partial(_beside, collectives[CollectiveKind.ALL_GATHER], a, b))
 
 
 def _keep_freed_memory() -> None:
@@ -184,9 +184,9 @@ def _collectives(nbytes: int, device: torch.device, group: dist.ProcessGroup) ->
     shard = torch.zeros(max(1, nbytes // 4 // group.size()), device=device)
     whole = torch.zeros(shard.numel() * group.size(), device=device)
     return whole.nbytes, {
-        ALL_GATHER: partial(transport.all_gather, whole, shard, label),
-        REDUCE_SCATTER: partial(transport.reduce_scatter, shard, whole, True, label),
-        ALL_REDUCE: partial(transport.all_reduce, whole, True, label),
+        CollectiveKind.ALL_GATHER: partial(transport.all_gather, whole, shard, label),
+        CollectiveKind.REDUCE_SCATTER: partial(transport.reduce_scatter, shard, whole, True, label),
+        CollectiveKind.ALL_REDUCE: partial(transport.all_reduce, whole, True, label),
     }
 
 

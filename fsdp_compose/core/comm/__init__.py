@@ -41,13 +41,9 @@ from .store import known_namespace as known_namespace
 from .store import last_of_every_rank as last_of_every_rank
 from .store import meet as meet
 from .store import note as note
-from .transport import ALL_GATHER as ALL_GATHER
-from .transport import ALL_REDUCE as ALL_REDUCE
-from .transport import ALL_TO_ALL as ALL_TO_ALL
-from .transport import GATHER as GATHER
 from .transport import IN_GROUP as IN_GROUP
-from .transport import REDUCE_SCATTER as REDUCE_SCATTER
 from .transport import Collective as Collective
+from .transport import CollectiveKind as CollectiveKind
 from .transport import CollectiveNotes as CollectiveNotes
 from .transport import Label as Label
 from .transport import Names as Names

@@ -39,23 +39,24 @@ def is_capturing(device: torch.device) -> bool:
 # ---- Kinds of collectives, and labels for what they carry, as errors and schedules print them.
 
 
-(
-    ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND, ALL_TO_ALL,
-    STEP,
-) = KINDS = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "second half of the all-reduce",
-    "exchange of tensors",
-    "exchange at the end of backward",
-    "exchange at the end of forward",
-    "introduction before the first long sum",
-    "round about optional groups",
-    "all-to-all",
-    "start of an optimizer's step",
-)  # fmt: skip
-GATHER = "gather"  # of unequal parts, or to one rank: several of these collectives, or calls of torch.distributed
+class CollectiveKind:
+    """What a collective does, in words."""
+
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    SECOND_HALF = "second half of the all-reduce"
+    MESSAGES = "exchange of tensors"
+    BACKWARD = "exchange at the end of backward"
+    FORWARD = "exchange at the end of forward"
+    INTRODUCTION = "introduction before the first long sum"
+    ROUND = "round about optional groups"
+    ALL_TO_ALL = "all-to-all"
+    STEP = "start of an optimizer's step"
+    GATHER = "gather"  # of unequal parts, or to one rank: several of these, or calls of torch.distributed
+
+
+KINDS = [kind for name, kind in vars(CollectiveKind).items() if name.isupper()]
 
 
 class Work(Protocol):
@@ -505,7 +506,7 @@ class Collective:
     """One collective.
 
     Attributes:
-        kind: one of ``KINDS``, or ``GATHER``.
+        kind: a ``CollectiveKind``.
         label: the parameters that it is for.
         numel, dtype: of the whole tensor, which each rank has before or after it; of an all-to-all, of all that moves.
         num_ranks: how many ranks take part; 0: replica groups, whose number changes.
@@ -575,15 +576,15 @@ class Recorder(TransportWrapper):
         return change(self)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        collective = self._issue(ALL_GATHER, label, whole)
+        collective = self._issue(CollectiveKind.ALL_GATHER, label, whole)
         return self._under_way(collective, self.inner.all_gather(whole, shard, label))
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        collective = self._issue(REDUCE_SCATTER, label, whole)
+        collective = self._issue(CollectiveKind.REDUCE_SCATTER, label, whole)
         return self._under_way(collective, self.inner.reduce_scatter(shard, whole, is_average, label))
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
-        collective = self._issue(ALL_REDUCE, label, tensor)
+        collective = self._issue(CollectiveKind.ALL_REDUCE, label, tensor)
         return self._under_way(collective, self.inner.all_reduce(tensor, is_average, label))
 
     def all_to_all(
@@ -595,7 +596,7 @@ class Recorder(TransportWrapper):
         num_moved: int,
         label: Label,
     ) -> Work:
-        collective = Collective(ALL_TO_ALL, str(label), num_moved, sent.dtype, self.group.size())
+        collective = Collective(CollectiveKind.ALL_TO_ALL, str(label), num_moved, sent.dtype, self.group.size())
         self._notes.issue(collective)
         work = self.inner.all_to_all(received, sent, received_sizes, sent_sizes, num_moved, label)
         return self._under_way(collective, work)
@@ -604,7 +605,7 @@ class Recorder(TransportWrapper):
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
     ) -> None:
         place, numel = "every rank" if is_everywhere else "the first rank", sum(stop - start for start, stop in ranges)
-        collective = Collective(GATHER, str(label), numel, part.dtype, self.group.size(), place)
+        collective = Collective(CollectiveKind.GATHER, str(label), numel, part.dtype, self.group.size(), place)
         self._notes.issue(collective)
         self._notes.wait(collective)
         self.inner.gather(whole, part, ranges, is_everywhere, label)

@@ -27,8 +27,8 @@ from .param_kind import ParameterKind, plain_tensor
 from .policy import CPUOffloadPolicy, Granularity
 from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import (
-    FORWARD_SPEC_ATTRIBUTE,
     ManagedParameter,
+    ParamAttribute,
     copy_attributes,
     even_chunks,
     inner_of_sharded_param,
@@ -59,7 +59,7 @@ def shard_params(
         codec, shard = _cut(managed[0], mesh)
         kind = replace(kind, codec=codec)
     own: TensorParallel | None = None
-    if any(spec_of(item) is not None or FORWARD_SPEC_ATTRIBUTE in item.__dict__ for item in originals):
+    if any(spec_of(item) is not None or ParamAttribute.FORWARD_SPEC in item.__dict__ for item in originals):
         from ...plugins.tensor_parallel import TensorParallel
 
         own = TensorParallel.of(originals)

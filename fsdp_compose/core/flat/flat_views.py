@@ -26,7 +26,7 @@ from ..._torch import DTensorSpec, TensorMeta, make_dtensor, renew_hooks, set_lo
 from ..comm import DataParallelMesh
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
 from .layout import FlatLayout
-from .sharded_param import FLAT_ATTRIBUTE, copy_attributes, local_of, shown_on
+from .sharded_param import ParamAttribute, copy_attributes, local_of, shown_on
 
 
 class FlatSegment:
@@ -76,7 +76,7 @@ class FlatSegment:
         # For parameter.grad, a view of the flat gradient; None while that has no memory.
         self.gradient: torch.Tensor | None = None
         self.parameter = self._make_parameter(shard)  # the flat view, a leaf; permanently the same object
-        setattr(self.parameter, FLAT_ATTRIBUTE, True)
+        setattr(self.parameter, ParamAttribute.FLAT, True)
 
     def rebind(self, shard: torch.Tensor) -> None:
         """Make the parameter a view of another shard; its gradient is dropped."""

@@ -27,14 +27,7 @@ from ..._torch import (
     post_accumulate_hooks,
 )
 from ...errors import MisuseError, MisuseRuntimeError
-from ..flat import (
-    SHARDED_PARAM_ATTRIBUTE,
-    check_grad_dtype,
-    handle_of,
-    is_sharded_like,
-    local_elements,
-    take_over,
-)
+from ..flat import ParamAttribute, check_grad_dtype, handle_of, is_sharded_like, local_elements, take_over
 from ..ragged import RaggedDTensor, is_alike, requires_grad_writes, was_left_empty
 from .kept_tensors import BatchedKeptTensors
 from .parameter_swap import Held, ParameterSwap
@@ -265,7 +258,7 @@ def _can_replace(given: nn.Parameter, own: nn.Parameter) -> bool:
         return False
     if isinstance(given, DTensor):
         return given.device_mesh == own.device_mesh
-    return type(given) is nn.Parameter and SHARDED_PARAM_ATTRIBUTE not in given.__dict__
+    return type(given) is nn.Parameter and ParamAttribute.SHARDED not in given.__dict__
 
 
 def find_untied(swap: ParameterSwap) -> dict[nn.Parameter, nn.Parameter]:
@@ -388,10 +381,10 @@ class _SleepingDetector:
 
     def __init__(self, original: ParameterDetector, state: _FSDPState) -> None:
         self.original = original
-        self._name = state.name
+        self._error = state.sleeping_error
 
     def _refuse(self) -> NoReturn:
-        raise MisuseRuntimeError(sleeping_error(self._name))
+        raise MisuseRuntimeError(self._error)
 
     is_unchanged = has_unsharded_grads = backward_has_ended = was_toggled = _refuse
     has_grads = newly_kept = was_forward_unchanged = follow_addresses = _refuse
@@ -414,29 +407,10 @@ def wake(states: Iterable[_FSDPState]) -> None:
     for state in states:
         for owner in _owners(state):
             if isinstance(owner.detector, _SleepingDetector):
-                is_awake = owner.root is None or not any(map(is_sleeping, owner.root.live_states()))
-                if is_awake:
+                if owner.root is None or not any(item.persistent.is_asleep for item in owner.root.live_states()):
                     owner.detector = owner.detector.original
             if owner.detector is not None and not isinstance(owner.detector, _SleepingDetector):
                 owner.detector.follow_addresses()
-
-
-def is_sleeping(state: _FSDPState) -> bool:
-    return state.persistent.is_asleep
-
-
-def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
-    """Raise RuntimeError if one of these groups is asleep."""
-    for state in states:
-        if is_sleeping(state):
-            raise MisuseRuntimeError(sleeping_error(state.name))
-
-
-def sleeping_error(name: str) -> str:
-    return (
-        f"the parameters of the fully_shard group {name} have been in host memory since offload_model(): call "
-        "onload_model(model) before using them"
-    )
 
 
 def _owners(state: _FSDPState) -> list[_FSDPState]:

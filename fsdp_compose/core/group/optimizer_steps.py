@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from ..._torch import data_parallelism_of_torch
 from ...errors import RanksDifferError
 from ..comm import kept_for, known_for, meet
-from ..flat import FLAT_ATTRIBUTE, SHARDED_PARAM_ATTRIBUTE, segment_owners, sharded_param_owners
+from ..flat import ParamAttribute, segment_owners, sharded_param_owners
 from ..ragged import OWNER_ATTRIBUTE
 from .hook_decorators import never_traced
 from .iteration import StepCounts
@@ -56,7 +56,7 @@ def _has_ours(optimizer: Optimizer) -> bool:
     """Whether a parameter is sharded, a flat view, or replaced by a sharded one. Dynamo traces and guards this."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if hasattr(param, OWNER_ATTRIBUTE) or hasattr(param, FLAT_ATTRIBUTE):
+            if hasattr(param, OWNER_ATTRIBUTE) or hasattr(param, ParamAttribute.FLAT):
                 return True
     return False
 
@@ -155,7 +155,7 @@ def _ids_of_ignored() -> set[int]:
 
 
 def _is_managed(param: torch.Tensor) -> bool:
-    is_replaced = SHARDED_PARAM_ATTRIBUTE in param.__dict__
+    is_replaced = ParamAttribute.SHARDED in param.__dict__
     return is_replaced or id(param) in sharded_param_owners or id(param) in segment_owners
 
 

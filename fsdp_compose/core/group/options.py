@@ -206,6 +206,11 @@ class Strategy:
             raise MisuseError(f"{self}: gradients must be kept like the optimizer state, or whole")
 
     @property
+    def gathers_all(self) -> bool:
+        """Whether every rank keeps all parameters between uses."""
+        return S not in self.parameters
+
+    @property
     def num_dims(self) -> int:
         """How many dimensions the mesh has."""
         return len(self.optimizer)
@@ -225,6 +230,11 @@ class Strategy:
     def is_replicated(self) -> bool:
         """Whether every rank keeps everything."""
         return S not in self.optimizer
+
+    @staticmethod
+    def num_copies(kept: Dims, sizes: Sequence[int]) -> int:
+        """How many ranks of a mesh of ``sizes`` have the same of what is kept like this."""
+        return math.prod(size for size, item in zip(sizes, kept, strict=True) if item is R)
 
     @property
     def flattens(self) -> bool:

@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from ..._torch import STATE_KEY, add_composable_state, composable_registry, composable_states
 from ...errors import MisuseError
-from ..flat import SHARDED_PARAM_ATTRIBUTE, FlatParamHandle, ManagedParameter, handle_of, owner_of
+from ..flat import FlatParamHandle, ManagedParameter, ParamAttribute, handle_of, owner_of
 from .options import GroupOptions
 from .parameter_swap import ParameterSwap
 from .state import Root, _FSDPState, state_of
@@ -228,7 +228,7 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
             if param is None or param in ignored:
                 continue
             fqn = f"{name}.{local_name}" if name else local_name
-            if SHARDED_PARAM_ATTRIBUTE in param.__dict__:
+            if ParamAttribute.SHARDED in param.__dict__:
                 continue  # a tie: see ties_with_other_groups
             owner = handle_of(param)
             if owner is not None and _stands_below(module, owner[0]):
@@ -250,7 +250,7 @@ def unsharded_tensors(
     """The buffers of some modules, and their parameters that are neither in ``managed`` nor already sharded."""
     for module, prefix in fqns.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            is_sharded = tensor is None or SHARDED_PARAM_ATTRIBUTE in tensor.__dict__ or handle_of(tensor) is not None
+            is_sharded = tensor is None or ParamAttribute.SHARDED in tensor.__dict__ or handle_of(tensor) is not None
             if tensor is not None and not is_sharded and tensor not in managed:
                 yield (f"{prefix}.{name}" if prefix else name), tensor
 
@@ -260,10 +260,10 @@ def ties_with_other_groups(
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Slots of parameters that an earlier call has sharded elsewhere (tied weights), with the sharded one for each."""
     return [
-        (module, name, param.__dict__[SHARDED_PARAM_ATTRIBUTE])
+        (module, name, param.__dict__[ParamAttribute.SHARDED])
         for module in fqns
         for name, param in module._parameters.items()
-        if param is not None and param not in ignored and SHARDED_PARAM_ATTRIBUTE in param.__dict__
+        if param is not None and param not in ignored and ParamAttribute.SHARDED in param.__dict__
     ]
 
 

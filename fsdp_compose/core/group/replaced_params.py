@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..._torch import PlainAttributes, is_wrapper, local_tensor, notice_optimizers, set_leaf_hooks
 from ...errors import MisuseError, MisuseRuntimeError
-from ..flat import SHARDED_PARAM_ATTRIBUTE, handle_of, owner_of, refuse_unreduced, waiting
+from ..flat import ParamAttribute, handle_of, owner_of, refuse_unreduced, waiting
 from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged, map_instances, shard_inner
 from .optimizer_steps import before_every_step
 from .state import state_of
@@ -78,7 +78,7 @@ def remember_sharded_param(original: nn.Parameter, sharded: nn.Parameter) -> Non
     if _generation == 0:
         before_every_step(_before_step)
     _generation += 1
-    original.__dict__[SHARDED_PARAM_ATTRIBUTE] = sharded
+    original.__dict__[ParamAttribute.SHARDED] = sharded
     _replaced.append(weakref.ref(original))
 
 
@@ -145,7 +145,7 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
-            sharded = param.__dict__.get(SHARDED_PARAM_ATTRIBUTE)
+            sharded = param.__dict__.get(ParamAttribute.SHARDED)
             if sharded is not None:
                 sharded_params[param] = sharded
                 if param in optimizer.state:
@@ -229,7 +229,7 @@ class ParameterProxy(nn.Parameter):
         """A proxy for the copy of the sharded parameter."""
         twin: nn.Parameter | None = memo.get(id(self))
         if twin is None:
-            sharded = copy.deepcopy(self.__dict__[SHARDED_PARAM_ATTRIBUTE], memo)
+            sharded = copy.deepcopy(self.__dict__[ParamAttribute.SHARDED], memo)
             nothing = _nothing(sharded.dtype, sharded.device).expand(sharded.shape)
             twin = nn.Parameter(nothing, sharded.requires_grad)
             twin.__dict__.update({key: value for key, value in self.__dict__.items() if key not in twin.__dict__})
@@ -238,7 +238,7 @@ class ParameterProxy(nn.Parameter):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__dict__[SHARDED_PARAM_ATTRIBUTE].__reduce_ex__(protocol)
+        return self.__dict__[ParamAttribute.SHARDED].__reduce_ex__(protocol)
 
 
 def make_proxies(replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
@@ -278,7 +278,7 @@ def _refuse_of(original: nn.Parameter) -> Any:
 
 def _shown(replaced: nn.Parameter) -> torch.Tensor:
     """The tensor that the group's modules show instead of a replaced parameter."""
-    sharded: torch.Tensor = replaced.__dict__[SHARDED_PARAM_ATTRIBUTE]
+    sharded: torch.Tensor = replaced.__dict__[ParamAttribute.SHARDED]
     place = handle_of(sharded)
     state = state_of(place[0]) if place is not None else None
     if place is None or state is None or not state.swap or not state.swap.num_shows:

@@ -239,6 +239,19 @@ class _FSDPState(ComposableState):
                     "tensor that a loss needs from forward, or keep it as an attribute of the module"
                 )
 
+    @property
+    def sleeping_error(self) -> str:
+        """What a use of the parameters raises while ``offload_model()`` keeps them in host memory."""
+        return (
+            f"the parameters of the fully_shard group {self.name} have been in host memory since offload_model(): call "
+            "onload_model(model) before using them"
+        )
+
+    def refuse_sleeping(self) -> None:
+        """Raise if ``offload_model()`` has moved the parameters to host memory."""
+        if self.persistent.is_asleep:
+            raise MisuseRuntimeError(self.sleeping_error)
+
     def call_parameters(self, names: Names) -> None:
         """Set the names of the group's parameters in the root, for messages."""
         self.swap.called = names

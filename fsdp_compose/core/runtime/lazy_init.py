@@ -58,7 +58,6 @@ from ..group import (
     modules_to_run,
     prepare_swap,
     rebind_live_optimizers,
-    refuse_sleeping,
     refuse_unwritten_buffers,
     roots_together,
     take_over_assigned,
@@ -542,7 +541,8 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
         for item, name in part.groups:
             names.setdefault(item, name)
     found, states, owners = list(names.items()), list(names), [part.state for part in roots]
-    refuse_sleeping(states)
+    for item in states:
+        item.refuse_sleeping()
     are_optional = any(item.options.is_optional for item in states)
     if are_optional:
         from ...plugins.optional_groups import check_optional

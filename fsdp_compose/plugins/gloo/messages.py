@@ -23,20 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ..._torch import Shown, group_timeout_reader, has_closed, is_profiling, num_dispatch_modes, stop_waiting_for
-from ...core.comm import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    Label,
-    Transport,
-    Work,
-    failure_of,
-    give_up,
-    kept_for,
-)
+from ...core.comm import CollectiveKind, Label, Transport, Work, failure_of, give_up, kept_for
 from ...core.comm.failure import TIMEOUT_ENV, PartnerGone, gone, limit_of, look_regularly
-from ...core.comm.transport import INTRODUCTION, MESSAGES, SECOND_HALF, TRANSPORT_ENV, Range
+from ...core.comm.transport import TRANSPORT_ENV, Range
 from .journal import journal_of, loss
 from .shared_memory import Descriptor, SharedMemory
 
@@ -102,7 +91,7 @@ class Messages(Transport):
         if _is_listened_to():
             super().all_gather(Shown(whole), Shown(shard), label)
         numel = shard.numel()
-        flight = _InFlight(self, self._journal.enter(ALL_GATHER, label, shard.nbytes))
+        flight = _InFlight(self, self._journal.enter(CollectiveKind.ALL_GATHER, label, shard.nbytes))
         received = [(rank, whole[rank * numel : rank * numel + numel]) for rank in self._peers]
         flight.issue(received, [(rank, shard) for rank in self._peers])
         own = whole[self._rank * numel : self._rank * numel + numel]
@@ -114,7 +103,7 @@ class Messages(Transport):
         if _is_listened_to():
             super().reduce_scatter(Shown(shard), Shown(whole), is_average, label)
         shared = self._shared_for(whole.nbytes, label)
-        flight = _Sum(self, self._journal.enter(REDUCE_SCATTER, label, whole.nbytes), shared)
+        flight = _Sum(self, self._journal.enter(CollectiveKind.REDUCE_SCATTER, label, whole.nbytes), shared)
         parts = [*whole.chunk(self.group.size())]
         return flight.begin(parts[self._rank], [(rank, parts[rank]) for rank in self._peers], shard, is_average)
 
@@ -125,10 +114,10 @@ class Messages(Transport):
             super().all_reduce(Shown(tensor), is_average, label)
         # No faster than gloo's own, but gloo's aborts the processes when ranks disagree.
         journal, size, shared = self._journal, self.group.size(), self._shared_for(tensor.nbytes, label)
-        flight = _Sum(self, journal.enter(ALL_REDUCE, label, tensor.nbytes), shared, self._memory)
+        flight = _Sum(self, journal.enter(CollectiveKind.ALL_REDUCE, label, tensor.nbytes), shared, self._memory)
         if size == 2 or size * tensor.nbytes <= _SHORT_BYTES:
             return flight.begin(tensor, [(rank, tensor) for rank in self._peers], tensor, is_average)
-        second = _InFlight(self, journal.enter(SECOND_HALF, label, tensor.nbytes))
+        second = _InFlight(self, journal.enter(CollectiveKind.SECOND_HALF, label, tensor.nbytes))
         parts = tensor.tensor_split(size)
         own, others = parts[self._rank], [(rank, parts[rank]) for rank in self._peers]
 
@@ -162,13 +151,13 @@ class Messages(Transport):
     ) -> Work:
         if _is_listened_to():
             super().all_to_all(Shown(received), Shown(sent), received_sizes, sent_sizes, num_moved, label)
-        flight = _InFlight(self, self._journal.enter(ALL_TO_ALL, label, num_moved * sent.element_size()))
+        flight = _InFlight(self, self._journal.enter(CollectiveKind.ALL_TO_ALL, label, num_moved * sent.element_size()))
         flight.issue(enumerate(received.split([*received_sizes])), enumerate(sent.split([*sent_sizes])))
         return flight
 
     def skip(self, nbytes: int, label: Label) -> None:
         # Other ranks of the mesh enter a gather, and all share one journal, whose numbers must stay equal.
-        self._journal.enter(MESSAGES, label, nbytes)
+        self._journal.enter(CollectiveKind.MESSAGES, label, nbytes)
 
     def _shared_for(self, nbytes: int, label: Label) -> SharedMemory | None:
         """The shared memory for a sum of ``nbytes``; ``None`` for a short sum, or on several machines."""
@@ -199,7 +188,7 @@ class Messages(Transport):
     def _tell_all(self, number: int, label: Label) -> list[tuple[int, int]]:
         """Send a number to the other ranks and return theirs."""
         own, theirs = torch.tensor([number]), [(rank, torch.zeros(1, dtype=torch.int64)) for rank in self._peers]
-        self.exchange([(rank, own) for rank in self._peers], theirs, own.nbytes, label, INTRODUCTION)
+        self.exchange([(rank, own) for rank in self._peers], theirs, own.nbytes, label, CollectiveKind.INTRODUCTION)
         return [(rank, int(item)) for rank, item in theirs]
 
     def exchange(
@@ -208,7 +197,7 @@ class Messages(Transport):
         received: Iterable[Message],
         nbytes: int,
         label: Label,
-        kind: str = MESSAGES,
+        kind: str = CollectiveKind.MESSAGES,
     ) -> None:
         """Send and receive messages, and wait for them. Messages from one rank to another arrive in order; empty ones
         are not sent. ``nbytes``: a size for the whole exchange that is the same on every rank; ``kind``: its kind."""
