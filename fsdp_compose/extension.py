@@ -29,18 +29,14 @@ from .core.comm import TransportRole as TransportRole
 from .core.comm import TransportWrapper as TransportWrapper
 from .core.comm import Work as Work
 from .core.comm import default_mesh as default_mesh
-from .core.comm import first_difference as first_difference
 from .core.comm import kept_for as kept_for
 from .core.comm import meet as meet
-from .core.comm import second_group as second_group
 from .core.comm import stay_on_cpu as stay_on_cpu
-from .core.comm import streams_of as streams_of
 from .core.comm import transport_of as transport_of
 
 # ---- Flat parameters
 from .core.flat import FlatParamHandle as FlatParamHandle
 from .core.flat import Granularity as Granularity
-from .core.flat import Granule as Granule
 from .core.flat import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .core.flat import ParamAttribute as ParamAttribute
 from .core.flat import annotations_on as annotations_on
@@ -95,7 +91,6 @@ from .core.state_dicts import get_model_state_dict as get_model_state_dict
 from .core.state_dicts import get_state_dict as get_state_dict
 from .core.state_dicts import is_flattened as is_flattened
 from .core.state_dicts import is_shared_name as is_shared_name
-from .core.state_dicts import listed as listed
 from .core.state_dicts import load_into as load_into
 from .core.state_dicts import longest_prefix as longest_prefix
 from .core.state_dicts import pending_state as pending_state
@@ -104,7 +99,6 @@ from .core.state_dicts import says_what_it_holds as says_what_it_holds
 from .core.state_dicts import set_model_state_dict as set_model_state_dict
 from .core.state_dicts import set_state_dict as set_state_dict
 from .core.state_dicts import state_placer as state_placer
-from .plugins.debugging import HANG_SECONDS_ENV as HANG_SECONDS_ENV
 from .plugins.debugging import POSITION_MARK as POSITION_MARK
 from .plugins.debugging import as_ranges as as_ranges
 from .plugins.gloo import noticing_loss as noticing_loss

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -39,15 +40,12 @@ from ..extension import (
     FlatParamHandle,
     ModelNames,
     Optimizers,
-    first_difference,
     kept_for,
-    listed,
     local_elements,
     local_of,
     never_traced,
     note_write_of_all_ranks,
     states_to_run,
-    streams_of,
 )
 
 _LAYOUT, _NUMBERS = "layout", "hyperparameters"
@@ -198,9 +196,8 @@ class Shards:
                 found |= item.tensors
             found[_NUMBERS] = _as_tensor(json.dumps({item.name: item.numbers for item in leaves}))
             for kind in {tensor.device for tensor in found.values()}:  # steps may run on a stream of their own
-                module = streams_of(kind)
-                if module is not None:
-                    module.synchronize(kind)
+                if kind.type not in ("cpu", "meta"):
+                    torch.get_device_module(kind).synchronize(kind)
             return {key: tensor.detach().to(device or tensor.device, copy=True) for key, tensor in found.items()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -453,8 +450,8 @@ def _refuse_other_layout(ours: torch.Tensor, state: Mapping[str, torch.Tensor]) 
         raise MisuseTypeError(f"Shards.load(): expected what Shards.state() returns, got {type(state).__name__}")
     if torch.equal(given.cpu(), ours):
         return
-    difference = first_difference(_as_text(given).split("\n"), _as_text(ours).split("\n"))
-    _, theirs, here = difference or (0, "", "")
+    lines = zip_longest(_as_text(given).split("\n"), _as_text(ours).split("\n"), fillvalue="")
+    theirs, here = next((pair for pair in lines if pair[0] != pair[1]), ("", ""))
     raise MisuseRuntimeError(
         f"Shards.load(): the state was taken from another layout, with\n  {theirs or 'nothing more'}\nwhere this rank "
         f"has\n  {here or 'nothing more'}\nNothing was changed. The two must be sharded, trained and numbered alike; "
@@ -500,7 +497,7 @@ def shards(model: nn.Module, optimizers: Optimizers = ()) -> Shards:
     """
     if not isinstance(model, nn.Module):
         raise MisuseTypeError(f"checkpoint.shards(): expected a module, got {type(model).__name__}")
-    found = listed(optimizers)
+    found = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise MisuseTypeError(f"checkpoint.shards(): expected optimizers, got {type(optimizer).__name__}")

@@ -628,7 +628,9 @@ def resume(
 
     def check(loaded: dict[str, Any]) -> None:
         given = None if optimizers is None else trained
-        load_into("resume()", model, given, loaded["model"], loaded.get("optimizer"), StateDictOptions(), only_check=True)
+        load_into(
+            "resume()", model, given, loaded["model"], loaded.get("optimizer"), StateDictOptions(), only_check=True
+        )
 
     planner = LoadPlanner(allow_pickle=False, place_state=state_placer(model, trained), check=check)
     if optimizers is None:

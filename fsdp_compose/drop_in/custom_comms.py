@@ -19,7 +19,6 @@ from ..extension import (
     Work,
     finish_with,
     get_state,
-    second_group,
     set_transport,
     transport_of,
 )
@@ -115,7 +114,7 @@ def separate(module: nn.Module, enable: bool) -> None:
     state = get_state(module)
     if state is None or not state._handles or state.mesh.shard_world_size == 1:
         return
-    _set(module, _present(module)[0], second_group(state.mesh) if enable else None)
+    _set(module, _present(module)[0], state.mesh.second_group() if enable else None)
 
 
 # ---- Both together

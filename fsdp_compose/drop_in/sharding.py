@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, is_wrapper,
 from ..errors import MisuseError
 from ..extension import (
     Granularity,
-    Granule,
     ParamAttribute,
     RaggedDTensor,
     annotations_on,
@@ -340,7 +339,7 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
     if layout.is_fsdp2:
         return even_chunks
 
-    def granule(fqn: str, param: nn.Parameter) -> Granule | None:
+    def granule(fqn: str, param: nn.Parameter) -> Literal["rows"] | int | None:
         wanted = placements.get(param)
         wanted = getattr(wanted, "placement", wanted)
         if wanted is None or isinstance(wanted, Replicate):

@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn as nn
 
 from .._arguments import checked
-from ..extension import HANG_SECONDS_ENV, POSITION_MARK, ParamAttribute, get_state, modules_to_run, states_to_run
+from ..extension import POSITION_MARK, ParamAttribute, get_state, modules_to_run, states_to_run
 
 # ---- ``find_unreduced_parameters(model)``: the trainable parameters of a model whose gradients are not reduced.
 
@@ -109,8 +109,8 @@ def explain_hang(positions: Iterable[Position]) -> str:
         groups[position["ranks"], position["size"]][position["rank"]] = position  # the last one counts
     if not groups:
         return (
-            f"no rank logged its position: either none hung for long enough ({HANG_SECONDS_ENV}), or these are not "
-            "the logs of the ranks' stderr"
+            "no rank logged its position: either none hung for long enough (FSDP_COMPOSE_HANG_SECONDS), or these are "
+            "not the logs of the ranks' stderr"
         )
     return "\n\n".join(_explain(ranks, size, by_rank) for (ranks, size), by_rank in groups.items())
 

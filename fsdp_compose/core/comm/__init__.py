@@ -31,7 +31,6 @@ from .mesh import has_ranks_in_common as has_ranks_in_common
 from .mesh import mesh_beside as mesh_beside
 from .mesh import mesh_of_this_rank as mesh_of_this_rank
 from .mesh import replicated_mesh as replicated_mesh
-from .mesh import second_group as second_group
 from .mesh import stay_on_cpu as stay_on_cpu
 from .mesh import transport_of as transport_of
 from .store import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT

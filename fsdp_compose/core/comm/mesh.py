@@ -149,14 +149,6 @@ def _make(
     return make_group_of(ranks, name, timeout, like)
 
 
-def second_group(mesh: DataParallelMesh) -> dist.ProcessGroup:
-    """Another process group of the ranks that share shards, made once. Ranks: those."""
-    ranks, own = dist.get_process_group_ranks(mesh.shard_group), mesh.shard_group
-    second = group_of_ranks(ranks, like=own, is_simulated=mesh.is_simulated)
-    fail_together([mesh.peers, own, second])
-    return second
-
-
 # ---- The mesh of a group
 
 
@@ -200,6 +192,13 @@ class DataParallelMesh:
     replica_transport: Transport | None
     missing_factor: int = 1
     part_transport: Transport | None = None
+
+    def second_group(self) -> dist.ProcessGroup:
+        """Another process group of the ranks that share shards, made once. Ranks: those."""
+        ranks, own = dist.get_process_group_ranks(self.shard_group), self.shard_group
+        second = group_of_ranks(ranks, like=own, is_simulated=self.is_simulated)
+        fail_together([self.peers, own, second])
+        return second
 
     def with_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> DataParallelMesh:
         """A copy with ``change(transport, role)`` instead of each transport."""

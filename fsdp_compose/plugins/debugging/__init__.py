@@ -8,7 +8,6 @@ from ..._on_demand import on_demand
 if TYPE_CHECKING:
     from .lockstep import LockstepCommunicator as LockstepCommunicator
     from .lockstep import announce_first_forward as announce_first_forward
-    from .standstill import HANG_SECONDS_ENV as HANG_SECONDS_ENV
     from .standstill import POSITION_MARK as POSITION_MARK
     from .standstill import as_ranges as as_ranges
     from .standstill import look_after_standstill as look_after_standstill
@@ -17,6 +16,6 @@ else:
         __name__,
         {
             "lockstep": "LockstepCommunicator announce_first_forward",
-            "standstill": "HANG_SECONDS_ENV POSITION_MARK as_ranges look_after_standstill",
+            "standstill": "POSITION_MARK as_ranges look_after_standstill",
         },
     )
