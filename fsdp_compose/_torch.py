@@ -874,9 +874,9 @@ def is_shard_of_rows(placement: object) -> bool:
     return isinstance(placement, (_Shard, StridedShard)) and placement.dim == 0
 
 
-def rows_within(num_parts: int) -> Any:
-    """The stock placement that shards the rows of each of so many parts, which another mesh dimension has made."""
-    return StridedShard(0, split_factor=num_parts) if num_parts > 1 else _Shard(0)
+def rows_within(num_slices: int) -> Any:
+    """The stock placement that shards the rows of each of so many slices, which another mesh dimension has made."""
+    return StridedShard(0, split_factor=num_slices) if num_slices > 1 else _Shard(0)
 
 
 def default_store() -> dist.Store:
@@ -1096,10 +1096,10 @@ dtensor_spec: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
 _local_tensor_slot: Any = DTensor.__dict__["_local_tensor"]
 
 local_tensor: Callable[[Any], torch.Tensor] = _local_tensor_slot.__get__
-"""The part of a DTensor that this rank holds, the very object."""
+"""The shard of a DTensor that this rank holds, the very object."""
 
 set_local_tensor: Callable[[Any, torch.Tensor], None] = _local_tensor_slot.__set__
-"""Let a DTensor be over another part."""
+"""Let a DTensor be over another local tensor."""
 
 
 def as_parameter(tensor: Any, requires_grad: bool) -> Any:
@@ -1241,17 +1241,17 @@ def admit_placements(
 
 
 def _admit_in_layouts(is_ours: Callable[[Any], bool], redistribute: Callable[..., Any]) -> None:
-    stock_part, stock_redistribute = _tensor_utils._compute_local_shape_and_global_offset, DTensor.redistribute
+    stock_shard, stock_redistribute = _tensor_utils._compute_local_shape_and_global_offset, DTensor.redistribute
 
-    @functools.wraps(stock_part)
-    def part(
+    @functools.wraps(stock_shard)
+    def shard(
         global_shape: Any, mesh_shape: Any, my_coordinate: Any, placements: Any, skip_offset: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if not is_ours(placements) or not global_shape:
-            return stock_part(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
+            return stock_shard(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
         # torch applies placements from left to right; ours is innermost, wherever it stands.
         others = [torch.distributed.tensor.Replicate() if is_ours([item]) else item for item in placements]
-        (rows, *sizes), (first, *offsets) = stock_part(global_shape, mesh_shape, my_coordinate, others)
+        (rows, *sizes), (first, *offsets) = stock_shard(global_shape, mesh_shape, my_coordinate, others)
         coordinate = my_coordinate if callable(my_coordinate) else my_coordinate.__getitem__
         for dim, item in enumerate(placements):
             if is_ours([item]):
@@ -1266,7 +1266,7 @@ def _admit_in_layouts(is_ours: Callable[[Any], bool], redistribute: Callable[...
         result: DTensor = redistribute(self, device_mesh, placements, **options)
         return result
 
-    _tensor_utils._compute_local_shape_and_global_offset = part
+    _tensor_utils._compute_local_shape_and_global_offset = shard
     DTensor.redistribute = to_layout  # type: ignore[method-assign]
 
 
@@ -1316,9 +1316,10 @@ def admit_several_chunks(is_sharded: Callable[[Any], bool]) -> None:
                 for item in items:
                     files[counts[item.index.fqn]].append(item)
                     counts[item.index.fqn] += 1
-                for i, part in files.items():
+                for i, chunks in files.items():
                     other = f"{stem}-{i}{suffix}"
-                    file_queue.put((self.fs.concat_path(self.path, other), other, part) if i else (path, name, part))
+                    place = (self.fs.concat_path(self.path, other), other) if i else (path, name)
+                    file_queue.put((*place, chunks))
         return write(self, planner, file_queue)
 
     @functools.wraps(plan_all)
@@ -1343,16 +1344,16 @@ def admit_several_chunks(is_sharded: Callable[[Any], bool]) -> None:
         return plan_pickle(fqn, value)
 
     @functools.wraps(copy)
-    def copy_part(whole: memoryview, part: bytes, nbytes: int, shape: Any, *places: Any) -> None:
+    def copy_piece(whole: memoryview, piece: bytes, nbytes: int, shape: Any, *places: Any) -> None:
         if shape:
-            copy(whole, part, nbytes, shape, *places)
+            copy(whole, piece, nbytes, shape, *places)
         else:  # a single number, which torch 2.15 still takes for an empty tensor
-            whole[:] = part
+            whole[:] = piece
 
     FileSystemWriter._write_data = write_all  # type: ignore[method-assign]
     HuggingFaceStorageWriter.prepare_global_plan = plan_files  # type: ignore[method-assign]
     _planning._create_write_item_for_bytesio = plan_checked  # type: ignore[assignment]
-    _consolidation._write_sub_tensor_to_file_optimized = copy_part  # type: ignore[assignment]
+    _consolidation._write_sub_tensor_to_file_optimized = copy_piece  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
