@@ -28,11 +28,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ..._torch import (
-    backend_name,
     concatenate_meshes,
+    gloo_messages,
     group_device_types,
     group_timeout,
-    has_gloo_on_cpu,
     is_destroyed,
     make_group_of,
 )
@@ -123,7 +122,7 @@ def group_of_ranks(
         if tuple(dist.get_process_group_ranks(group)) == wanted:
             return group
     made = kept_for(world, _Made).groups
-    key = wanted, "gloo" if like is None else backend_name(like)
+    key = wanted, "gloo" if like is None else dist.get_backend(like)
     if key not in made or is_destroyed(made[key]):
         made[key] = _make(wanted, world, like, is_simulated)
     return made[key]
@@ -410,7 +409,7 @@ def has_ranks_in_common(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> bool:
 
 
 def _is_simulated(group: dist.ProcessGroup) -> bool:
-    return os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
+    return os.environ.get(SIMULATED_ENV) == "1" or dist.get_backend(group) == "fake"
 
 
 def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -554,7 +553,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.Pro
     """Choose how tensors on ``device`` move between the ranks of ``group``; the choice is the same on every rank.
     ``peers``: all ranks that issue the same collectives in the same order, each in its own process groups; default:
     ``group``."""
-    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
+    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and gloo_messages(group) is not None
     if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
         from ...plugins.gloo import Messages
 
@@ -595,7 +594,7 @@ def default_mesh() -> DeviceMesh:
     assert world is not None, "the caller has checked"
     made = kept_for(world, _Made)
     accelerator = None if made.is_on_cpu else torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
+    if accelerator is not None and accelerator.type in group_device_types(world) and dist.get_backend(world) != "gloo":
         device_type = accelerator.type
     mesh = made.default_meshes.get(device_type)
     if mesh is None:
