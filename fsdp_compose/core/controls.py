@@ -52,8 +52,8 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
     ``reshard(module)``. For example, one all-gather serves all chunks of a loss::
 
         unshard(model.head, until_reshard=True)
-        for part in hidden.detach().requires_grad_().chunk(8):
-            loss_of(model.head(part)).backward()
+        for chunk in hidden.detach().requires_grad_().chunk(8):
+            loss_of(model.head(chunk)).backward()
         reshard(model.head)
 
     Edits of the sharded parameters in the meantime take effect or raise, as inside ``keep_unsharded``.
@@ -223,8 +223,8 @@ def reduce_gradients(module: nn.Module) -> None:
     (pipelines), where no backward is known to be the last::
 
         with no_sync(model):
-            for part in batch.chunk(8):
-                loss_of(model(part)).backward()
+            for chunk in batch.chunk(8):
+                loss_of(model(chunk)).backward()
         reduce_gradients(model)
         optimizer.step()
 
@@ -430,7 +430,7 @@ def set_post_reduction_hook(
 
     Args:
         module: root of the tree to set.
-        hook: called once for each flat parameter and reduction, with this rank's part of the averaged gradient: 1-D,
+        hook: called once for each flat parameter and reduction, with this rank's shard of the averaged gradient: 1-D,
             contiguous, in the reduce dtype, padded with zeros; it changes the gradient in place. ``None``: no hook.
         recurse: set it for all groups below ``module``, not only its own.
 
@@ -546,7 +546,7 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
 def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: bool) -> None:
     states = states_for(module, f"set_{option}", recurse)
     for state in states:
-        made_with = state.mesh.part_size
+        made_with = state.mesh.post_forward_size
         if not isinstance(value, bool) and value != made_with:
             raise MisuseError(
                 f"set_{option}(..., {value}): the fully_shard group {state.name} was made with "

@@ -85,13 +85,13 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
         ties = ties_with_other_groups(fqns, ignored)
         meshes = [meshes_of(item.parameter, mesh) for item in managed]
-        data_mesh = data_parallel_mesh(mesh, dict.fromkeys(meshes), options.part_size)
+        data_mesh = data_parallel_mesh(mesh, dict.fromkeys(meshes), options.post_forward_size)
         for param, own in zip(managed, meshes, strict=True):
             param.mesh = data_mesh.on(*own)
         handles = []
-        for part in partition(managed, options):
-            handles.append(shard_params(part, part[0].mesh, options.granularity, options.offload))
-            sample_start(part, handles[-1])
+        for items in partition(managed, options):
+            handles.append(shard_params(items, items[0].mesh, options.granularity, options.offload))
+            sample_start(items, handles[-1])
 
     state = _FSDPState()
     state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
@@ -471,8 +471,8 @@ def _checked(
     mesh = check_mesh(mesh)
     options = GroupOptions(mp_policy, granularity, offload, None, bool(optional), limit_unsharded_bytes)
     if strategy is None:
-        parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
-        options = replace(options, reshard_after_forward=parts)
+        checked = _checked_post_forward_size(reshard_after_forward, mesh.size(mesh.ndim - 1))
+        options = replace(options, reshard_after_forward=checked)
     elif reshard_after_forward is not None:
         raise MisuseError(
             "fully_shard(): expected reshard_after_forward or strategy, got both; the strategy decides it"
@@ -493,7 +493,7 @@ def _follow(row: Strategy, mesh: DeviceMesh, options: GroupOptions) -> tuple[Dev
     return flatten_mesh(mesh) if row.flattens else mesh, options
 
 
-def _checked_parts(reshard_after_forward: bool | int | None, num_ranks: int) -> bool | int | None:
+def _checked_post_forward_size(reshard_after_forward: bool | int | None, num_ranks: int) -> bool | int | None:
     """Check ``reshard_after_forward`` and return it, with 1 and the number of all ranks converted to bools."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward

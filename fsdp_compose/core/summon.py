@@ -106,21 +106,21 @@ class _Summoned:
                 if isinstance(sharded, CompositeDTensor):
                     sharded.copy_(param.detach())
                 else:
-                    local_elements(sharded).copy_(self._own_part(param.detach(), i))
+                    local_elements(sharded).copy_(self._local_of(param.detach(), i))
                 if not with_grads:
                     continue
                 if param.grad is None:
                     sharded.grad = None
                 elif sharded.grad is None:
-                    local = self._own_part(param.grad, i)
+                    local = self._local_of(param.grad, i)
                     copied = local.to(handle.shard.device, handle.gradient.dtype, copy=True)
                     sharded.grad = make_gradient(copied, sharded)
                 else:
-                    local_elements(sharded.grad).copy_(self._own_part(param.grad, i))
+                    local_elements(sharded.grad).copy_(self._local_of(param.grad, i))
         note_write_of_all_ranks(handle.shard)
         self.version = handle.shard._version
 
-    def _own_part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+    def _local_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Return the elements of this rank's local shard."""
         handle, sharded = self.handle, self.handle.sharded_params[index]
         if isinstance(sharded, RaggedDTensor):  # of this shard group, if tensor parallelism has split it too

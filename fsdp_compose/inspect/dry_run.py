@@ -30,7 +30,6 @@ from .._torch import (
     namespaces_of_collectives,
     overload_packet,
     process_group_of,
-    simplified,
     storage_id,
 )
 from ..extension import CollectiveKind, Work
@@ -279,7 +278,7 @@ class DryRun(DispatchMode):
         self.num_products += operation.is_product
         if operation.is_composite:
             with self:
-                result = simplified(func, args, kwargs)
+                result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if operation.is_view or func.namespace == "c10d":

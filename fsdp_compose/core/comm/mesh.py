@@ -28,11 +28,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ..._torch import (
-    backend_name,
     concatenate_meshes,
+    gloo_messages,
     group_device_types,
     group_timeout,
-    has_gloo_on_cpu,
     is_destroyed,
     make_group_of,
 )
@@ -123,7 +122,7 @@ def group_of_ranks(
         if tuple(dist.get_process_group_ranks(group)) == wanted:
             return group
     made = kept_for(world, _Made).groups
-    key = wanted, "gloo" if like is None else backend_name(like)
+    key = wanted, "gloo" if like is None else dist.get_backend(like)
     if key not in made or is_destroyed(made[key]):
         made[key] = _make(wanted, world, like, is_simulated)
     return made[key]
@@ -174,8 +173,8 @@ class DataParallelMesh:
         replica_transport: how they move over ``replicate_group``, or over the user's replica groups (``replicas``).
         missing_factor: the number of data ranks divided by the number of ranks over which collectives average here.
             Backward has already summed gradients over the rest (expert parallelism).
-        part_transport: how they move among the adjacent ranks that keep the parameters sharded among themselves between
-            forward and backward (``reshard_after_forward=int``); ``None`` without that option.
+        post_forward_transport: how they move among the adjacent ranks that keep the parameters sharded among themselves
+            between forward and backward (``reshard_after_forward=int``); ``None`` without that option.
     """
 
     mesh: DeviceMesh
@@ -191,7 +190,7 @@ class DataParallelMesh:
     transport: Transport
     replica_transport: Transport | None
     missing_factor: int = 1
-    part_transport: Transport | None = None
+    post_forward_transport: Transport | None = None
 
     def second_group(self) -> dist.ProcessGroup:
         """Another process group of the ranks that share shards, made once. Ranks: those."""
@@ -202,12 +201,12 @@ class DataParallelMesh:
 
     def with_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> DataParallelMesh:
         """A copy with ``change(transport, role)`` instead of each transport."""
-        replicas, parts = self.replica_transport, self.part_transport
+        replicas, post_forward = self.replica_transport, self.post_forward_transport
         return replace(
             self,
             transport=self.transport.changed(lambda transport: change(transport, TransportRole.SHARDS)),
             replica_transport=None if replicas is None else change(replicas, TransportRole.REPLICAS),
-            part_transport=None if parts is None else change(parts, TransportRole.PARTS),
+            post_forward_transport=None if post_forward is None else change(post_forward, TransportRole.PARTS),
         )
 
     def with_replicas(self, replicas: Replicas | None) -> DataParallelMesh:
@@ -251,8 +250,8 @@ class DataParallelMesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups whose collectives serve the group."""
-        part_group = None if self.part_transport is None else self.part_transport.group
-        groups = [self.peers, self.shard_group, self.replicate_group, part_group]
+        post_forward_group = None if self.post_forward_transport is None else self.post_forward_transport.group
+        groups = [self.peers, self.shard_group, self.replicate_group, post_forward_group]
         return [group for group in groups if group is not None]
 
     @property
@@ -267,8 +266,8 @@ class DataParallelMesh:
             facts |= {"replicas": self.replicate_world_size, "shards": self.shard_world_size}
         if self.replicas is not None:
             facts["replica groups"] = "set_replicas()"
-        if self.part_transport is not None:
-            facts["ranks that share parts"] = self.part_size
+        if self.post_forward_transport is not None:
+            facts["ranks that share parts"] = self.post_forward_size
         return facts
 
     def transport_names(self) -> dict[str, str]:
@@ -283,9 +282,9 @@ class DataParallelMesh:
         return found
 
     @property
-    def part_size(self) -> int | None:
-        """How many ranks share parts; ``None`` without parts."""
-        return None if self.part_transport is None else self.part_transport.group.size()
+    def post_forward_size(self) -> int | None:
+        """How many ranks share the parameters between forward and backward; ``None`` without that option."""
+        return None if self.post_forward_transport is None else self.post_forward_transport.group.size()
 
     def ranks(self) -> frozenset[int]:
         """The data-parallel ranks, by their numbers in the default process group."""
@@ -325,10 +324,10 @@ class DataParallelMesh:
         if any."""
         if mesh == self.mesh:
             return self
-        parts, num_shards = self.part_size, mesh.size(mesh.ndim - 1)
-        if parts is not None and (parts >= num_shards or num_shards % parts):
-            parts = None  # fewer ranks than are to share parts: shards stay
-        found = data_parallel_mesh(mesh, [(mesh, tensor_mesh)], parts)
+        post_forward, num_shards = self.post_forward_size, mesh.size(mesh.ndim - 1)
+        if post_forward is not None and (post_forward >= num_shards or num_shards % post_forward):
+            post_forward = None  # fewer ranks than are to share post_forward: shards stay
+        found = data_parallel_mesh(mesh, [(mesh, tensor_mesh)], post_forward)
         return found.run_among(self.peers, self.missing_factor * self.data_world_size)
 
     def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:
@@ -370,7 +369,7 @@ def mesh_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
     made = kept_for(group, _Made)
     found = made.beside.get((mesh, tensor_mesh))
     if found is None or _lost_groups(found):
-        from .same_part import mesh_with_same_part
+        from .same_shard import mesh_with_same_shard
 
         def make(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
             return (
@@ -379,7 +378,7 @@ def mesh_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
                 else _group_of_this_rank()
             )
 
-        found, joined = mesh_with_same_part(mesh, tensor_mesh, make)
+        found, joined = mesh_with_same_shard(mesh, tensor_mesh, make)
         made.beside[mesh, tensor_mesh] = found
         kept_for(found.get_group(found.ndim - 1), _Made).joined[found, tensor_mesh] = joined
     return found
@@ -396,9 +395,9 @@ def _lost_groups(mesh: DeviceMesh) -> bool:
 def check_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
     """Raise RuntimeError if DTensors on ``tensor_mesh`` cannot be sharded over ``mesh``, or a part of it."""
     if has_ranks_in_common(mesh, tensor_mesh):
-        from .same_part import ranks_with_same_part
+        from .same_shard import ranks_with_same_shard
 
-        ranks_with_same_part(mesh, tensor_mesh)
+        ranks_with_same_shard(mesh, tensor_mesh)
     else:
         joined_mesh(mesh, tensor_mesh)
 
@@ -409,7 +408,7 @@ def has_ranks_in_common(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> bool:
 
 
 def _is_simulated(group: dist.ProcessGroup) -> bool:
-    return os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
+    return os.environ.get(SIMULATED_ENV) == "1" or dist.get_backend(group) == "fake"
 
 
 def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -459,16 +458,16 @@ def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str
 def data_parallel_mesh(
     mesh: DeviceMesh,
     parameter_meshes: Iterable[tuple[DeviceMesh, DeviceMesh | None]] = (),
-    part_size: int | None = None,
+    post_forward_size: int | None = None,
 ) -> DataParallelMesh:
     """Describe a mesh that was checked.
 
     Ranks: all of the mesh and of ``parameter_meshes``, if these are not all ranks of the job or there is a
-    ``part_size``.
+    ``post_forward_size``.
 
     Args:
-        part_size: how many adjacent ranks of the shard group keep the parameters sharded among themselves between
-            forward and backward; it divides the size of the shard group. ``None``: do not do that.
+        post_forward_size: how many adjacent ranks of the shard group keep the parameters sharded among themselves
+            between forward and backward; it divides the size of the shard group. ``None``: do not do that.
         parameter_meshes: for parameters, the mesh over which they are sharded, and that on which they are already
             DTensors, if they are (tensor parallelism); both are parts of one mesh.
 
@@ -480,11 +479,11 @@ def data_parallel_mesh(
     is_simulated = _is_simulated(group)
     joined = [own if item is None else joined_mesh(own, item) for own, item in parameter_meshes]
     widest = _widest([*dict.fromkeys([mesh, *joined])])
-    key = mesh, widest, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
+    key = mesh, widest, replicas, post_forward_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
     known = kept_for(group, _Made).described
     described = known.get(key)
     if described is None or any(map(is_destroyed, described.groups())):
-        described = known[key] = _describe(mesh, widest, group, replicas, device, is_simulated, part_size)
+        described = known[key] = _describe(mesh, widest, group, replicas, device, is_simulated, post_forward_size)
     return described
 
 
@@ -495,18 +494,18 @@ def _describe(
     replicas: dist.ProcessGroup | None,
     device: torch.device,
     is_simulated: bool,
-    part_size: int | None,
+    post_forward_size: int | None,
 ) -> DataParallelMesh:
     peers = group
     if not is_simulated and widest.ndim > 1:
         groups = [item for item in (group, replicas) if item is not None]
         peers = group_of_ranks(widest.mesh.flatten().tolist(), groups)
         fail_together([peers, *groups])
-    parts = None
-    if part_size is not None:
-        part_group = _part_group(group, part_size, is_simulated)
-        fail_together([peers, part_group])
-        parts = _transport(part_group, device, peers, is_simulated)
+    post_forward = None
+    if post_forward_size is not None:
+        post_forward_group = _post_forward_group(group, post_forward_size, is_simulated)
+        fail_together([peers, post_forward_group])
+        post_forward = _transport(post_forward_group, device, peers, is_simulated)
     return DataParallelMesh(
         mesh=mesh,
         shard_group=group,
@@ -520,11 +519,11 @@ def _describe(
         transport=_transport(group, device, peers, is_simulated),
         replica_transport=None if replicas is None else _transport(replicas, device, peers, is_simulated),
         is_replicated=replicas is not None and group.size() == 1,
-        part_transport=parts,
+        post_forward_transport=post_forward,
     )
 
 
-def _part_group(group: dist.ProcessGroup, size: int, is_simulated: bool) -> dist.ProcessGroup:
+def _post_forward_group(group: dist.ProcessGroup, size: int, is_simulated: bool) -> dist.ProcessGroup:
     """The process group of the ``size`` adjacent ranks in ``group`` that include this one."""
     first = group.rank() // size * size
     ranks = dist.get_process_group_ranks(group)[first : first + size]
@@ -553,7 +552,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.Pro
     """Choose how tensors on ``device`` move between the ranks of ``group``; the choice is the same on every rank.
     ``peers``: all ranks that issue the same collectives in the same order, each in its own process groups; default:
     ``group``."""
-    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
+    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and gloo_messages(group) is not None
     if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
         from ...plugins.gloo import Messages
 
@@ -594,7 +593,7 @@ def default_mesh() -> DeviceMesh:
     assert world is not None, "the caller has checked"
     made = kept_for(world, _Made)
     accelerator = None if made.is_on_cpu else torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
+    if accelerator is not None and accelerator.type in group_device_types(world) and dist.get_backend(world) != "gloo":
         device_type = accelerator.type
     mesh = made.default_meshes.get(device_type)
     if mesh is None:

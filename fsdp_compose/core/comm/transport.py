@@ -53,7 +53,7 @@ class CollectiveKind:
     ROUND = "round about optional groups"
     ALL_TO_ALL = "all-to-all"
     STEP = "start of an optimizer's step"
-    GATHER = "gather"  # of unequal parts, or to one rank: several of these, or calls of torch.distributed
+    GATHER = "gather"  # of unequal shards, or to one rank: several of these, or calls of torch.distributed
 
 
 KINDS = [kind for name, kind in vars(CollectiveKind).items() if name.isupper()]
@@ -206,11 +206,11 @@ class TransportRole(Enum):
 
     SHARDS = "shards"  # gathers parameters and scatters gradients
     REPLICAS = "replicas"  # averages gradients over the ranks that hold the same shard
-    PARTS = "parts"  # gathers parts that adjacent ranks have kept (``reshard_after_forward=int``)
+    PARTS = "parts"  # gathers what adjacent ranks have kept (``reshard_after_forward=int``)
     TENSOR_PARALLEL = "tensor-parallel sums"  # of gradients; always as they are
 
 
-_LONG_BYTES = 1 << 20  # of one rank's part: above this, copying padded parts costs more than one broadcast per part
+_LONG_BYTES = 1 << 20  # of one rank's shard: above this, copying padded shards costs more than one broadcast per shard
 
 Range = tuple[int, int]
 """Elements from the first number up to, but not including, the second."""
@@ -341,18 +341,18 @@ class Transport:
         elif not is_even:
             self._gather_uneven_on_first(whole, part, ranges)
         else:
-            parts = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
-            dist.gather(as_transferable(part), parts, group=self.group, group_dst=0)
+            chunks = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
+            dist.gather(as_transferable(part), chunks, group=self.group, group_dst=0)
 
     def skip(self, nbytes: int, label: Label) -> None:
         """Called when ranks of other process groups of the mesh gather ``nbytes`` and those of this one do not."""
 
-    def _gather_uneven(self, whole: torch.Tensor, part: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
+    def _gather_uneven(self, whole: torch.Tensor, shard: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
         owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
         longest = max(stop - start for start, stop in ranges)
-        if 2 * len(owners) <= len(ranges) or longest * part.element_size() >= _LONG_BYTES:
-            # Few ranks hold anything, or there is much to send: broadcast each part straight to its place.
-            whole[slice(*ranges[self.group.rank()])] = part
+        if 2 * len(owners) <= len(ranges) or longest * shard.element_size() >= _LONG_BYTES:
+            # Few ranks hold anything, or there is much to send: broadcast each shard straight to its place.
+            whole[slice(*ranges[self.group.rank()])] = shard
             works = [
                 dist.broadcast(
                     as_transferable(whole[slice(*ranges[rank])]), group=self.group, group_src=rank, async_op=True
@@ -363,25 +363,25 @@ class Transport:
                 assert work is not None, "this rank is in the group"
                 work.wait()
             return
-        padded = part.new_zeros(longest)
-        padded[: part.numel()] = part
-        everything = part.new_empty(longest * len(ranges))
+        padded = shard.new_zeros(longest)
+        padded[: shard.numel()] = shard
+        everything = shard.new_empty(longest * len(ranges))
         self.all_gather(everything, padded, label).wait()
         for rank, (start, stop) in enumerate(ranges):
             whole[start:stop] = everything[rank * longest : rank * longest + stop - start]
 
-    def _gather_uneven_on_first(self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range]) -> None:
+    def _gather_uneven_on_first(self, whole: torch.Tensor | None, shard: torch.Tensor, ranges: Sequence[Range]) -> None:
         """With point-to-point messages, which arrive at their final place."""
         if whole is None:
-            messages = [dist.P2POp(dist.isend, as_transferable(part), group=self.group, group_peer=0)]
+            messages = [dist.P2POp(dist.isend, as_transferable(shard), group=self.group, group_peer=0)]
         else:
-            whole[slice(*ranges[0])] = part
+            whole[slice(*ranges[0])] = shard
             messages = [
                 dist.P2POp(dist.irecv, as_transferable(whole[start:stop]), group=self.group, group_peer=rank)
                 for rank, (start, stop) in enumerate(ranges)
                 if rank and stop > start
             ]
-        if whole is None and not part.numel():
+        if whole is None and not shard.numel():
             return
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()

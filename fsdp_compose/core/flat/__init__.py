@@ -1,7 +1,7 @@
 """One flat parameter: its layout, its shard, the unsharded buffer, its gradient and reductions; nothing here knows
 about modules.
 
-``FlatParamHandle`` (``flat_param``) builds and holds the parts. ``Communicator`` (``collectives``) moves them between
+``FlatParamHandle`` (``flat_param``) builds and holds them. ``Communicator`` (``collectives``) moves them between
 ranks when the runtime asks for it. Read ``layout`` first, then ``flat_param``, ``unsharded`` and ``gradient``.
 
 Parameters share a flat parameter if they agree in dtype, ``requires_grad`` and ``ParameterKind``. This is decided once,

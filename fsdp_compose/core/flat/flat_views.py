@@ -1,4 +1,4 @@
-"""Flat views: contiguous parts (segments) of a flat parameter, each one leaf parameter, for optimizers that ignore
+"""Flat views: contiguous ranges (segments) of a flat parameter, each one leaf parameter, for optimizers that ignore
 shapes.
 
 ``FlatParamHandle`` owns the segments of its flat parameter, ``optimizers/flat_parameters`` asks for them, and
@@ -8,7 +8,7 @@ shapes.
     whole            |x x x x x x x x x x x x|    stock DTensor, Shard(0): the shards are equal, padding included
     a and b only     |x x x x|x x|                RaggedDTensor: rank 0 holds 6 elements, rank 1 none
 
-Parameters that tensor parallelism has split get flat views of their own, which hold the parts of the ranks one after
+Parameters that tensor parallelism has split get flat views of their own, which hold the ranks' shards one after
 the other. For all other parameters, the ranks of the tensor-parallel mesh hold the same elements.
 """
 
@@ -38,7 +38,7 @@ class FlatSegment:
         sharded_params: the adjacent parameters, as a range of indices; if it has all of them, the flat view is the
             whole shard, with its padding.
         is_local: the flat view is a plain tensor of what this rank holds, instead of a DTensor.
-        shard: this rank's shard, of which the flat view shows a part.
+        shard: this rank's shard, of which the flat view shows a range.
         cut: the dimensions of the tensor-parallel mesh over which all of these parameters are split, if any.
         among_cut: other parameters of the model are split by tensor parallelism; torch cannot combine their norms with
             those of stock DTensors.
@@ -64,7 +64,7 @@ class FlatSegment:
         self._mesh, self._cut, self._is_stock = mesh, cut, self.is_whole and not cut and not among_cut
         last = layout.params[sharded_params[-1]]
         begin, end = layout.params[sharded_params[0]].offset, last.offset + last.numel
-        if cut or layout.in_chunks:  # with the padding: ranks may hold unequal parts of the last parameter
+        if cut or layout.in_chunks:  # with the padding: ranks may hold unequal shares of the last parameter
             following = layout.params[sharded_params.stop :]
             end = following[0].offset if following else layout.flat_numel
         if self.is_whole:

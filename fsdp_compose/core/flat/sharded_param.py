@@ -58,7 +58,7 @@ class ParamAttribute:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """This rank's elements of a tensor."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -203,8 +203,8 @@ def sharded_specs(
             whole = mesh.beside(earlier.mesh)
             if layout.in_chunks and is_shard_of_rows(placement):  # chunks of the rows that tensor parallelism has left
                 sizes = zip(earlier.placements, earlier.mesh.shape, strict=True)
-                num_parts = prod([size for item, size in sizes if is_shard_of_rows(item)])
-                placements = mesh.placements(rows_within(num_parts))
+                num_slices = prod([size for item, size in sizes if is_shard_of_rows(item)])
+                placements = mesh.placements(rows_within(num_slices))
             placements, shape = (*placements, *earlier.placements), tuple(earlier.shape)
         key = (id(whole), placements, shape, dtype)
         spec = known.get(key)
@@ -313,7 +313,7 @@ def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
 def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
     """Give ``sharded`` the elements, dtype and memory of a tensor that would replace it; it keeps its identity and its
     attributes. Its gradient is dropped, as it would be with the parameter. Of a plain tensor, which is whole and the
-    same on every rank, each rank copies its own part.
+    same on every rank, each rank copies its own elements.
 
     Ranks: if ``source`` is sharded in another way, all ranks of the mesh (it is redistributed).
     """
@@ -395,7 +395,7 @@ def shown_on(device: torch.device, gradient: DTensor) -> DTensor:
 
 
 def is_sharded_like(gradient: torch.Tensor, sharded: nn.Parameter) -> bool:
-    """Whether this rank's part of ``gradient`` has the same elements as its part of ``sharded``."""
+    """Whether this rank's shard of ``gradient`` has the same elements as its shard of ``sharded``."""
     if not isinstance(sharded, RaggedDTensor):
         return True
     return isinstance(gradient, RaggedDTensor) and gradient._spec.is_sharded_like(sharded._spec)

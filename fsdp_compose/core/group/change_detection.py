@@ -417,5 +417,5 @@ def _owners(state: _FSDPState) -> list[_FSDPState]:
     """The states that hold the detector of the group's root."""
     if state.root is None:
         return []
-    found = [part[0]() for part in state.root.parts]
+    found = [states[0]() for states in state.root.by_root_module]
     return [owner for owner in found if owner is not None]

@@ -123,7 +123,7 @@ class TreePosition:
         index: its position in the root's order.
         is_outermost: its module is a root, which begins iterations.
         reshards_after_forward: the option's value below this root (the default depends on ``is_outermost``).
-        reshards_partially: a part of the parameters stays gathered when the group is resharded.
+        reshards_partially: a post-forward shard stays when the group is resharded.
         stays_after_backward: the group is not resharded after a backward.
     """
 

@@ -49,7 +49,7 @@ class GroupOptions(OptionsForGood):
     Attributes:
         reshard_after_forward: see ``fully_shard``. ``None``: yes, unless the group is a root. A number: the parameters
             stay sharded over this many ranks.
-        reshard_after_backward: see ``set_reshard_after_backward``. A number: parts stay until a step.
+        reshard_after_backward: see ``set_reshard_after_backward``. A number: post-forward shards stay until a step.
         requires_gradient_sync: whether backward reduces (``no_sync`` turns it off).
         requires_all_reduce: whether a backward that reduces also averages over replicas.
         gathers_in_backward: whether backward needs the parameters, and gathers them.
@@ -87,12 +87,12 @@ class GroupOptions(OptionsForGood):
         return bool(wanted) and not self.is_held
 
     @property
-    def part_size(self) -> int | None:
-        """How many ranks share the parameters between forward and backward; ``None`` if no parts stay."""
+    def post_forward_size(self) -> int | None:
+        """How many ranks share the parameters between forward and backward; ``None`` without that option."""
         return self.reshard_after_forward if _is_number(self.reshard_after_forward) else None
 
     def reshards_partially(self) -> bool:
-        """Whether a part of the parameters stays when they are freed between a forward and its backward."""
+        """Whether a post-forward shard stays when the parameters are freed between a forward and its backward."""
         return _is_number(self.reshard_after_forward) or self.reshards_partially_until_step()
 
     def reshards_partially_until_step(self) -> bool:
@@ -146,13 +146,13 @@ def _is_number(option: bool | int | None) -> bool:
 # ---- Strategies of data parallelism as rows of one table, and the options that a row translates into
 #
 # For each dimension of the mesh, a row says how parameters, gradients and optimizer state are kept between uses:
-# *replicated* (all of it on every rank) or *sharded* (a part on each rank). The rest follows:
+# *replicated* (all of it on every rank) or *sharded* (a shard on each rank). The rest follows:
 #
 # - The optimizer trains shards over the dimensions that shard its state, as with ``fully_shard`` on these dimensions.
 #   Over the other dimensions, a second stage of the reduction averages gradients.
 # - Parameters that are kept like the optimizer state are gathered for each use. Parameters that are kept whole are
-#   gathered after a step and stay until the next one. Of parameters that are sharded over fewer dimensions, parts stay
-#   (``fully_shard(reshard_after_forward=int)``).
+#   gathered after a step and stay until the next one. Of parameters that are sharded over fewer dimensions,
+#   post-forward shards stay (``fully_shard(reshard_after_forward=int)``).
 # - If gradients are kept whole and optimizer state is not, the backwards of accumulation run inside ``no_sync``.
 #
 # ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Hybrid

@@ -166,8 +166,8 @@ def roots_together(module: nn.Module) -> list[RootModule]:
     found = [RootModule(module, states_to_run(module))]
     for root in found:  # grows
         for context in contexts_of(root.states):
-            for part in context.parts:
-                owner = part[0]()
+            for states in context.by_root_module:
+                owner = states[0]()
                 if owner is not None and all(owner is not other.state for other in found):
                     found += [RootModule(item, states_to_run(item)) for item in owner.live_modules()[:1]]
     outermost = [

@@ -477,7 +477,7 @@ class Root:
 
     Attributes:
         states: every group of the root, by index; the root's own is first.
-        parts: the same groups, by root module: roots that share groups have one ``Root`` (see ``registry``).
+        by_root_module: the same groups, by root module: roots that share groups have one ``Root`` (see ``registry``).
         communicator: streams and reduce buffers.
         exchange: the control exchange at the end of backward.
         used_starts: where the parameters of each handle begin in the exchange's ``used``.
@@ -499,14 +499,14 @@ class Root:
     """
 
     __slots__ = (
-        "__weakref__", "backward", "communicator", "compared_graphs", "exchange", "failed_backward", "forward",
-        "forward_exchange", "gather_parameter", "generation", "num_forwards", "number", "order", "parts", "recomputed",
-        "records", "scheduler", "states", "steps", "used_starts",
+        "__weakref__", "backward", "by_root_module", "communicator", "compared_graphs", "exchange", "failed_backward",
+        "forward", "forward_exchange", "gather_parameter", "generation", "num_forwards", "number", "order",
+        "recomputed", "records", "scheduler", "states", "steps", "used_starts",
     )  # fmt: skip
 
     def __init__(
         self,
-        parts: list[list[_FSDPState]],
+        by_root_module: list[list[_FSDPState]],
         communicator: Communicator,
         exchanges: tuple[ControlExchange, ControlExchange],
         generation: int,
@@ -516,9 +516,9 @@ class Root:
         scheduler: Scheduler,
         gather_parameter: Callable[[Root, _FSDPState, FlatParamHandle, int], torch.Tensor],
     ) -> None:
-        states = dict.fromkeys(state for part in parts for state in part)
+        states = dict.fromkeys(state for below in by_root_module for state in below)
         self.states = [weakref.ref(state) for state in states]
-        self.parts = [[weakref.ref(state) for state in part] for part in parts]
+        self.by_root_module = [[weakref.ref(state) for state in below] for below in by_root_module]
         self.communicator = communicator
         self.exchange, self.forward_exchange = exchanges
         self.scheduler = scheduler
@@ -607,10 +607,10 @@ class Root:
         """The ``ChangeDetector`` of all groups; ``None`` if the root module no longer exists."""
         # It is kept on the root's own state, not here: it refers to modules, which refer to their states, which refer
         # to this root, and the cycle would keep the model alive.
-        if len(self.parts) == 1:
+        if len(self.by_root_module) == 1:
             owner = self.states[0]()
             return None if owner is None else owner.detector
-        owners = [part[0]() for part in self.parts]
+        owners = [states[0]() for states in self.by_root_module]
         detectors = [owner.detector for owner in owners if owner is not None and owner.detector is not None]
         return _Detectors(detectors) if detectors else None
 

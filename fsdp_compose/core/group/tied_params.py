@@ -207,7 +207,7 @@ def _set_handles(
     ]
     options = state.options
     made = [
-        shard_again(part, part[0].mesh, options.granularity, options.offload) for part in partition(managed, options)
+        shard_again(items, items[0].mesh, options.granularity, options.offload) for items in partition(managed, options)
     ]
     state.set_flat_params([*present, *made])
     prepare_swap(state)
@@ -221,7 +221,7 @@ def _kind_in(state: _FSDPState, sharded: nn.Parameter) -> ParameterKind:
 
 
 def _mesh_in(state: _FSDPState, sharded: nn.Parameter) -> DataParallelMesh:
-    """The mesh that a parameter gets there: experts stay on that of the ranks that hold the same part of them."""
+    """The mesh that a parameter gets there: experts stay on that of the ranks that hold the same shard of them."""
     place = handle_of(sharded)
     return place[0].mesh if place is not None and place[0].mesh.ranks() < state.mesh.ranks() else state.mesh
 

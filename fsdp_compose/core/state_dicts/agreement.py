@@ -15,7 +15,6 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..._nested import leaves_of
-from ..._torch import backend_name
 from ...errors import FSDPComposeError, MisuseRuntimeError, RanksDifferError, class_of, name_of, text_of
 from ..comm import first_difference, meet
 from .fqns import ModelNames
@@ -60,7 +59,7 @@ def group_of_values(values: Any) -> dist.ProcessGroup | None:
     """Return the ranks that must agree to move values into a model that belongs to this process alone: those of the
     values' mesh if that is a single one, else all ranks; ``None`` if no value is sharded."""
     leaves = [leaf for _, leaf in leaves_of(values) if isinstance(leaf, DTensor)]
-    if not leaves or any(backend_name(group) == "fake" for group in leaves[0].device_mesh.get_all_groups()):
+    if not leaves or any(dist.get_backend(group) == "fake" for group in leaves[0].device_mesh.get_all_groups()):
         return None
     groups = {leaf.device_mesh.get_group().group_name if leaf.device_mesh.ndim == 1 else "" for leaf in leaves}
     return leaves[0].device_mesh.get_group() if len(groups) == 1 and groups != {""} else dist.group.WORLD

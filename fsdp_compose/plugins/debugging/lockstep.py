@@ -54,9 +54,9 @@ class LockstepCommunicator(Communicator):
             self.announce(handle, "all-gather")
         super().unshard(handle)
 
-    def unshard_parts(self, handle: FlatParamHandle) -> None:
+    def unshard_post_forward(self, handle: FlatParamHandle) -> None:
         self.announce(handle, "all-gather of parts")
-        super().unshard_parts(handle)
+        super().unshard_post_forward(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
         if not handle.unsharded.never_freed and not handle.mesh.is_replicated:

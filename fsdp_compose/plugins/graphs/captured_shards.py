@@ -34,7 +34,6 @@ from ..._torch import (
     define_operations,
     foreach_copy_,
     functional_collectives,
-    group_name_of,
     lower_as_collective,
     register_work,
     was_written_in_graph,
@@ -64,8 +63,8 @@ def route_of(transport: Transport, label: Label) -> str:
     """The route by which an operator finds the ranks, and how tensors move between them; the same on every rank of the
     process group, and in every run of a program."""
     if type(transport) is Transport:
-        return group_name_of(transport.group)
-    route = f"{_OURS}{transport.name} of {group_name_of(transport.group)}: {label.text}"
+        return transport.group.group_name
+    route = f"{_OURS}{transport.name} of {transport.group.group_name}: {label.text}"
     _routes[route], _labels[route] = transport, label
     return route
 

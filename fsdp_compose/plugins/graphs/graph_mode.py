@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ..._torch import allow_in_graph, change_modules_while_traced, mark_constant
+from ..._torch import change_modules_while_traced, mark_constant
 from ...core.group import SHARDED_PARAMS, _FSDPState, caches_parameters, never_traced, state_of_hooked
 from ...core.runtime.backward import begin_backward
 from ...core.runtime.inputs_outputs import cast, map_tensors, prepare_inputs
@@ -48,8 +48,8 @@ def can_capture(module: nn.Module) -> bool:
     ):
         return False
     if state.persistent.captured is None:
-        allow_in_graph(gather_captured)
-        allow_in_graph(refuse_written)
+        torch.compiler.allow_in_graph(gather_captured)
+        torch.compiler.allow_in_graph(refuse_written)
         state.persistent.captured = CapturedGroup(state, functools.partial(_note_gradient, weakref.ref(state)))
     for one in state.live_modules():
         one.__dict__[CAPTURED] = state.persistent.captured

@@ -146,7 +146,7 @@ def _free_gathered(state: _FSDPState) -> None:
         handle.gradient.release_if_dropped()
         if root is not None:
             root.communicator.wait(handle)
-        handle.unsharded.drop_part()
+        handle.unsharded.drop_post_forward()
         if handle.unsharded.is_allocated and not handle.unsharded.never_freed and not handle.unsharded.is_meta:
             handle.unsharded.free()
 
