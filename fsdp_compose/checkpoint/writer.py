@@ -49,7 +49,6 @@ from ..errors import RankLostError, class_of, name_of, text_of
 from .folders import (
     abandon_folder,
     end_meeting,
-    files_gone,
     is_held,
     is_lock_held,
     lost_to_another,
@@ -178,7 +177,7 @@ class Meeting:
             self._first_lock = (self._meeting / "0.lock").open("rb")
         except FileNotFoundError:
             end_meeting(folder, token)
-            raise lost_to_another(folder, files_gone(self.path)) from None
+            raise lost_to_another(folder, self.path) from None
 
     def close(self) -> None:
         self._first_lock.close()
@@ -232,7 +231,7 @@ class Meeting:
                     self._leave(f"{self.rank}.heard", "")
                 return verdict
             if is_gone:
-                return outcome_of(lost_to_another(self.folder, files_gone(self.path)))
+                return outcome_of(lost_to_another(self.folder, self.path))
             if ended is not None and now > ended + _HEARING:  # the trainer, which would leave a verdict, is dead too
                 return self._died(0)
             if now > self._ends + _PATIENCE:
@@ -286,7 +285,7 @@ class Meeting:
             if len(told) + len(dead) == self.size or time.monotonic() > self._ends:
                 break
             if not self.path.is_dir():
-                raise lost_to_another(self.folder, files_gone(self.path))
+                raise lost_to_another(self.folder, self.path)
             time.sleep(pause)
         for rank in range(self.size):
             if rank in dead:
@@ -330,11 +329,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-
-
-def is_being_written(meeting: Path) -> bool:
-    """Whether the first rank's writer works on a save, or its trainer is about to ask it to."""
-    return is_lock_held(meeting / "0.lock") is True
 
 
 def outcome_of(error: Exception) -> Outcome:
