@@ -37,7 +37,7 @@ from ..errors import MisuseRuntimeError
 from ..extension import Peers, kept_for, says_what_it_holds
 from .folders import hold_lock, local_folder, meeting_of
 from .planner import SavePlanner, with_string_keys
-from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state
+from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state, to_first
 from .writer import (
     CALL,
     Layout,
@@ -263,11 +263,8 @@ def async_save(
         saving.result()
     """
     group, folder = process_group or dist.group.WORLD, local_folder(folder)
-    return kept_for(group or _Alone, Saver)._save(Peers(group, CALL), state_dict, folder, wait)
-
-
-class _Alone:
-    """Takes the place of a process group where there is none."""
+    # Where there is no process group, the saver is kept for this function.
+    return kept_for(group or async_save, Saver)._save(Peers(group, CALL), state_dict, folder, wait)
 
 
 # ---- Planning
@@ -330,12 +327,7 @@ def _signature(planner: SavePlanner) -> list[Any] | None:
 
 def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> tuple[SavePlan, Metadata | None]:
     """Make the plans of all ranks one: the first rank compares them, and says who writes what several have."""
-    plan = peers.attempt(planner.create_local_plan)
-    plans: list[Any] = [plan]
-    if peers.several:
-        plans = [None] * peers.size
-        with completing(peers, begun.folder):
-            dist.gather_object(plan, plans if peers.is_first else None, group=peers.group, group_dst=0)
+    plans = to_first(peers, begun, peers.attempt(planner.create_local_plan))
 
     def compare() -> tuple[list[SavePlan], Metadata] | None:
         if not peers.is_first:
@@ -345,13 +337,11 @@ def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> tuple[Sa
 
     made = peers.attempt(compare)
     final, metadata = made or (None, None)
+    mine: list[Any] = [None] if final is None else [final[0]]
     if peers.several:
-        mine: list[Any] = [None]
         with completing(peers, begun.folder):
             dist.scatter_object_list(mine, final, group=peers.group, group_src=0)
-        return planner.finish_plan(mine[0]), metadata
-    assert final is not None
-    return planner.finish_plan(final[0]), metadata
+    return planner.finish_plan(mine[0]), metadata
 
 
 def _placed(data: list[Any]) -> tuple[list[Place | None], int, bool]:
@@ -359,20 +349,15 @@ def _placed(data: list[Any]) -> tuple[list[Place | None], int, bool]:
     places: list[Place | None] = []
     end, on_cuda = 0, False
     for item in data:
-        if not isinstance(item, torch.Tensor) or not _is_plain(item):
-            places.append(None)
-            continue
-        place = Place(end, item.dtype, item.shape)
+        place = None
+        # A tensor to which there is nothing but its elements.
+        if type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout == torch.strided:
+            if not (item.is_quantized or item.is_meta):
+                place = Place(end, item.dtype, item.shape)
+                end += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+                on_cuda |= item.is_cuda
         places.append(place)
-        end += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
-        on_cuda |= item.is_cuda
     return places, end, on_cuda
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements are all there is to a tensor."""
-    is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
-    return is_usual and tensor.layout == torch.strided and not tensor.is_meta
 
 
 # ---- The memory for the copy
@@ -400,9 +385,15 @@ class _Staging:
         if nbytes <= self.nbytes and pinned <= self._is_pinned:
             return
         self._release()  # before there is another: one copy of the state, not two
-        self.descriptor = self._open()
+        if self.folder is None and hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("fsdp_compose.async_save")
+        else:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                self.descriptor = os.dup(file.fileno())
         try:
-            self._refuse_too_much(nbytes)
+            available = None if self.folder is not None else _available_memory()
+            if available is not None and nbytes > available:
+                raise self._no_room(nbytes, f"{available / 2**20:.0f} MiB are available")
             os.ftruncate(self.descriptor, nbytes)
             if nbytes and hasattr(os, "posix_fallocate"):  # otherwise a lack of room would crash the copy
                 os.posix_fallocate(self.descriptor, 0, nbytes)
@@ -432,17 +423,6 @@ class _Staging:
         for device in devices - {torch.device("cpu")}:
             torch.accelerator.current_stream(device).synchronize()
         return values
-
-    def _open(self) -> int:
-        if self.folder is None and hasattr(os, "memfd_create"):
-            return os.memfd_create("fsdp_compose.async_save")
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            return os.dup(file.fileno())
-
-    def _refuse_too_much(self, nbytes: int) -> None:
-        available = None if self.folder is not None else _available_memory()
-        if available is not None and nbytes > available:
-            raise self._no_room(nbytes, f"{available / 2**20:.0f} MiB are available")
 
     def _no_room(self, nbytes: int, found: str) -> MisuseRuntimeError:
         where = f"in {self.folder}" if self.folder is not None else "in this host's memory"

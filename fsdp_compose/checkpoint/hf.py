@@ -49,15 +49,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the library's limit
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The tensors of each file, in the order in which they are gathered."""
-
-    files: dict[str, list[str]]
-    total_bytes: int
-
-
-def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
+def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
     """Fill files in order. A tensor that does not fit starts a new file; a larger tensor has a file of its own."""
     files: list[list[str]] = [[]]
     size = 0
@@ -68,9 +60,8 @@ def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
         files[-1].append(fqn)
         size += n
     if len(files) == 1:
-        return _Plan({SINGLE: files[0]}, sum(num_bytes.values()))
-    named = {f"model-{i:05d}-of-{len(files):05d}.safetensors": fqns for i, fqns in enumerate(files, 1)}
-    return _Plan(named, sum(num_bytes.values()))
+        return {SINGLE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": fqns for i, fqns in enumerate(files, 1)}
 
 
 @checked()
@@ -108,15 +99,16 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int | str =
         return tensors
 
     tensors = peers.attempt(begin, facts=lambda tensors: [str(folder), *tensors])
-    plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
+    num_bytes = {fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}
+    files = plan_files(num_bytes, max_file_bytes)
     problem: str | Exception = ""
     wholes = _stream(names, tensors, is_here)
-    for file, fqns in plan.files.items():
+    for file, fqns in files.items():
         content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
         if is_here and not problem:  # the other ranks keep gathering, and learn of a problem at the end
             problem = _problem_of(_write, partial_of(folder) / token / file, content)
     if is_here and not problem:
-        problem = _problem_of(_finish, folder, token, plan)
+        problem = _problem_of(_finish, folder, token, files, sum(num_bytes.values()))
     if is_here and problem:
         abandon_folder(folder, token)
     peers.agree([str(folder)], problem)
@@ -186,14 +178,14 @@ def _write(path: Path, content: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _finish(folder: Path, token: str, plan: _Plan) -> None:
-    mine = partial_of(folder) / token
+def _finish(folder: Path, token: str, files: Mapping[str, list[str]], total_bytes: int) -> None:
+    index = partial_of(folder) / token / INDEX
     try:
-        if len(plan.files) > 1:
-            weight_map = {fqn: file for file, fqns in plan.files.items() for fqn in fqns}
-            index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
-            (mine / INDEX).write_text(json.dumps(index, indent=1))
-            sync(mine / INDEX)
+        if len(files) > 1:
+            weight_map = {fqn: file for file, fqns in files.items() for fqn in fqns}
+            content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            index.write_text(json.dumps(content, indent=1))
+            sync(index)
         finish_folder(folder, token)
     except OSError as error:
         raise MisuseRuntimeError(f"{folder} could not be written: {error}") from error
@@ -229,7 +221,15 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
     def plan_to_load() -> tuple[ModelPlan, dict[str, _Stored]]:
         found = _look_into(folder)
         plan = plan_model(names, {fqn: item.described for fqn, item in found.items()}, StateDictOptions(strict=strict))
-        problem = _problem(plan)
+        problem = plan.problem or list_problems(
+            "the files hold other kinds of numbers than the model",
+            [
+                f"{fqn}: the files hold {plan.given[fqn].dtype}, which {target.like.dtype} cannot represent"
+                for fqn, target in plan.targets.items()
+                if not _is_faithful(plan.given[fqn].dtype, target.like.dtype)
+            ],
+            "Convert one of them first: quantized or packed weights must be unpacked by the library that packed them",
+        )
         if problem:
             raise MisuseRuntimeError(problem)
         return plan, found
@@ -247,19 +247,6 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
 class _Stored:
     path: Path
     described: Described
-
-
-def _problem(plan: ModelPlan) -> str:
-    """Return why the files cannot be loaded; empty if they can."""
-    return plan.problem or list_problems(
-        "the files hold other kinds of numbers than the model",
-        [
-            f"{fqn}: the files hold {plan.given[fqn].dtype}, which {target.like.dtype} cannot represent"
-            for fqn, target in plan.targets.items()
-            if not _is_faithful(plan.given[fqn].dtype, target.like.dtype)
-        ],
-        "Convert one of them first: quantized or packed weights must be unpacked by the library that packed them",
-    )
 
 
 def _is_faithful(found: torch.dtype, wanted: torch.dtype) -> bool:
@@ -338,16 +325,12 @@ def _read_header(path: Path) -> dict[str, Described]:
         raise CheckpointDamagedError(f"{path} is damaged: {text_of(error)}") from error
     try:
         with safe_open(path, framework="pt") as opened:
-            return {fqn: _describe(opened, fqn) for fqn in opened.keys()}
+            slices = {fqn: opened.get_slice(fqn) for fqn in opened.keys()}
+            return {fqn: Described(tuple(of.get_shape()), _DTYPES[of.get_dtype()]) for fqn, of in slices.items()}
     except KeyError as error:
         raise RuntimeError(f"{path} holds a tensor of type {error}, which is not supported") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointDamagedError(f"{path} is damaged, or was not completely written: {error}") from error
-
-
-def _describe(file: Any, fqn: str) -> Described:
-    header = file.get_slice(fqn)
-    return Described(tuple(header.get_shape()), _DTYPES[header.get_dtype()])
 
 
 def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:

@@ -37,6 +37,7 @@ from .._nested import Path, leaves_of, map_leaves, put_leaf
 from .._torch import non_persistent_buffers
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..extension import (
+    PARAMS,
     FlatParamHandle,
     ModelNames,
     Optimizers,
@@ -49,7 +50,6 @@ from ..extension import (
 )
 
 _LAYOUT, _NUMBERS = "layout", "hyperparameters"
-_PARAMS = "params"
 
 # ---- Steps of an optimizer, and readings of its state, exclude each other
 
@@ -275,8 +275,8 @@ class Shards:
         for i, optimizer in enumerate(self._optimizers):
             called, params = type(optimizer).__name__, []
             for j, group in enumerate(optimizer.param_groups):
-                params += group[_PARAMS]
-                others = {key: value for key, value in group.items() if key != _PARAMS}
+                params += group[PARAMS]
+                others = {key: value for key, value in group.items() if key != PARAMS}
                 found.append(_Leaves(others, f"optimizer.{i}.group.{j}", f"parameter group {j} of the {called}", group))
             for j, param in enumerate(params):
                 state = optimizer.state.get(param, {})
@@ -319,7 +319,7 @@ class Shards:
             yield f"buffer {fqn}: {None if buffer is None else (tuple(local_of(buffer).shape), buffer.dtype)}"
         for optimizer in self._optimizers:
             for j, group in enumerate(optimizer.param_groups):
-                params = [(self._called(param), tuple(param.shape), str(param.dtype)) for param in group[_PARAMS]]
+                params = [(self._called(param), tuple(param.shape), str(param.dtype)) for param in group[PARAMS]]
                 yield f"{type(optimizer).__name__}, group {j}: {len(params)} parameters ({_digest(params)})"
 
     # ---- Loading an optimizer

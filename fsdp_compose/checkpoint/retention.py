@@ -25,14 +25,14 @@ from .folders import (
     METADATA,
     UNFINISHED,
     Saved,
+    is_lock_held,
     local_folder,
     partial_of,
     read_lists,
-    refuse_missing_files,
+    refuse_damage,
     sweep,
     understood,
 )
-from .writer import is_being_written
 
 _PAUSE = 0.1  # seconds between looks
 
@@ -63,7 +63,8 @@ def latest(
         if not peers.is_first:
             return ""
         ends = time.monotonic() + wait_for_saves
-        while time.monotonic() < ends and any(map(is_being_written, folder.glob("*.partial/meet-*"))):
+        # While the first rank's writer works on a save, or its trainer is about to ask it to.
+        while time.monotonic() < ends and any(map(is_lock_held, folder.glob("*.partial/meet-*/0.lock"))):
             time.sleep(_PAUSE)
         return _newest(_found(folder, "latest()"))
 
@@ -165,7 +166,7 @@ def _found(folder: Path, call: str) -> list[_Checkpoint]:
             if UNFINISHED in names or not any(name.endswith((MANIFEST, METADATA, ".distcp")) for name in names):
                 continue
             contents = understood(path, read_lists(path), allow_pickle=False)
-            refuse_missing_files(contents)
+            refuse_damage(contents, compares_checksums=False)
             parts = re.split(r"(\d+)", contents.saved.name if contents.saved else path.resolve().name)
             name = tuple(int(part) if part.isdecimal() else part for part in parts)
             found.append(_Checkpoint(path, contents.saved, name))

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.optim.optimizer import Optimizer
 from torch.utils.serialization import config as serialization
 
 from .._arguments import checked
@@ -45,6 +44,7 @@ from ..extension import (
     empty_on,
     get_model_state_dict,
     get_state_dict,
+    listed,
     load_into,
     noticing_loss,
     set_model_state_dict,
@@ -111,7 +111,7 @@ class Told(RuntimeError):
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Inside this context, convert errors to ``Told``, so that they can be sent to the other ranks."""
+    """Inside this context, convert errors to ``Told``."""
     try:
         yield
     except Told:
@@ -184,21 +184,18 @@ class _Checking:
                 return
             plain = read_value(value)
         except pickle.UnpicklingError as error:
-            raise MisuseRuntimeError(self._why(item, error)) from None
+            found = _GLOBAL.search(str(error))
+            what = f"refers to {found[1]}" if found else "is not a plain value"
+            raise MisuseRuntimeError(
+                f"{item.storage_index.fqn} in {self._contents.folder} {what}: unpickling it could run any code. Load "
+                "with allow_pickle=True if nobody else could have written there, name it to torch.serialization."
+                "add_safe_globals(), or save only tensors, numbers, strings and plain containers of them. Nothing was "
+                "changed"
+            ) from None
         harmless = io.BytesIO()  # saved anew: two pickle readers may read the same bytes differently
         torch.save(plain, harmless)
         harmless.seek(0)
         self._planner.load_bytes(item, harmless)
-
-    def _why(self, item: ReadItem, error: pickle.UnpicklingError) -> str:
-        found = _GLOBAL.search(str(error))
-        what = f"refers to {found[1]}" if found else "is not a plain value"
-        return (
-            f"{item.storage_index.fqn} in {self._contents.folder} {what}: unpickling it could run any code. Load with "
-            "allow_pickle=True if nobody else could have written there, name it to torch.serialization."
-            "add_safe_globals(), or save only tensors, numbers, strings and plain containers of them. Nothing was "
-            "changed"
-        )
 
 
 # ---- ``save`` and ``load``
@@ -343,19 +340,24 @@ def _noticing_loss(peers: Peers) -> AbstractContextManager[None]:
     return nullcontext() if peers.group is None else noticing_loss(peers.group, f"a collective of {peers.call}")
 
 
+def to_first(peers: Peers, begun: Begun, own: Any) -> list[Any]:
+    """Return every rank's ``own`` on the first rank."""
+    brought: list[Any] = [own]
+    if peers.several:
+        brought = [None] * peers.size
+        with completing(peers, begun.folder):
+            dist.gather_object(own, brought if peers.is_first else None, group=peers.group, group_dst=0)
+    return brought
+
+
 def _complete(writer: FolderWriter, begun: Begun, peers: Peers) -> None:
     """Verify the files that all ranks wrote, and rename the folder into place."""
-    mine = (writer.entries, begun.numbers)
-    parts: list[Any] = [mine]
-    if peers.several:
-        parts = [None] * peers.size
-        with completing(peers, begun.folder):
-            dist.gather_object(mine, parts if peers.is_first else None, group=peers.group, group_dst=0)
+    brought = to_first(peers, begun, (writer.entries, begun.numbers))
 
     def finish() -> None:
         if peers.is_first:
-            files = {name: entry for part, _ in parts for name, entry in part.items()}
-            finish_save(writer, begun.folder, begun.token, files, [path for _, paths in parts for path in paths])
+            files = {name: entry for entries_of_rank, _ in brought for name, entry in entries_of_rank.items()}
+            finish_save(writer, begun.folder, begun.token, files, [path for _, paths in brought for path in paths])
             end_meeting(begun.folder, begun.token)
 
     peers.attempt(finish)
@@ -624,7 +626,7 @@ def resume(
     """
     if "optimizer" in others:
         raise MisuseTypeError("resume(): pass the optimizer by position: resume(folder, model, optimizer)")
-    trained = [] if optimizers is None else [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+    trained = [] if optimizers is None else listed(optimizers)
 
     def check(loaded: dict[str, Any]) -> None:
         given = None if optimizers is None else trained

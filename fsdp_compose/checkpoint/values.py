@@ -51,11 +51,10 @@ class _Array:
         self.read = np.frombuffer(content, kind.read).reshape(shape, order="F" if by_columns else "C").copy()
 
 
-def _number(kind: _Type, content: bytes) -> Any:
-    return np.frombuffer(content, kind.read)[0]
-
-
-_NUMPY = {"multiarray.scalar": _number, "multiarray._reconstruct": _Array}
+_NUMPY: dict[str, Any] = {
+    "multiarray.scalar": lambda kind, content: np.frombuffer(content, kind.read)[0],
+    "multiarray._reconstruct": _Array,
+}
 _HARMLESS: list[Any] = [
     (_Type, "numpy.dtype"),
     (_Array, "numpy.ndarray"),
@@ -182,13 +181,9 @@ def _digests(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for name, item in value.items():
             yield from _digests(item, f"{key}.{name}")
     else:
-        yield key, _digest(value)
-
-
-def _digest(value: Any) -> str:
-    known = digests_of(value)
-    texts = [f"{path} {known.get('.'.join(map(str, path))) or _text(leaf)}" for path, leaf in leaves_of(value)]
-    return f"{zlib.crc32(repr(texts).encode()):08x}"
+        known = digests_of(value)
+        texts = [f"{path} {known.get('.'.join(map(str, path))) or _text(leaf)}" for path, leaf in leaves_of(value)]
+        yield key, f"{zlib.crc32(repr(texts).encode()):08x}"
 
 
 def _text(leaf: Any) -> str:

@@ -49,7 +49,6 @@ from ..errors import RankLostError, class_of, name_of, text_of
 from .folders import (
     abandon_folder,
     end_meeting,
-    files_gone,
     is_held,
     is_lock_held,
     lost_to_another,
@@ -150,9 +149,9 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]] | None:
         content = bytearray()
         nbytes, _ = _HEADER.unpack(header)
         while len(content) < nbytes:
-            if not (part := channel.recv(min(nbytes - len(content), 2**20))):
+            if not (received := channel.recv(min(nbytes - len(content), 2**20))):
                 return None
-            content += part
+            content += received
         return pickle.loads(content), descriptors
     except ConnectionError:
         return None
@@ -178,7 +177,7 @@ class Meeting:
             self._first_lock = (self._meeting / "0.lock").open("rb")
         except FileNotFoundError:
             end_meeting(folder, token)
-            raise lost_to_another(folder, files_gone(self.path)) from None
+            raise lost_to_another(folder, self.path) from None
 
     def close(self) -> None:
         self._first_lock.close()
@@ -232,7 +231,7 @@ class Meeting:
                     self._leave(f"{self.rank}.heard", "")
                 return verdict
             if is_gone:
-                return outcome_of(lost_to_another(self.folder, files_gone(self.path)))
+                return outcome_of(lost_to_another(self.folder, self.path))
             if ended is not None and now > ended + _HEARING:  # the trainer, which would leave a verdict, is dead too
                 return self._died(0)
             if now > self._ends + _PATIENCE:
@@ -286,7 +285,7 @@ class Meeting:
             if len(told) + len(dead) == self.size or time.monotonic() > self._ends:
                 break
             if not self.path.is_dir():
-                raise lost_to_another(self.folder, files_gone(self.path))
+                raise lost_to_another(self.folder, self.path)
             time.sleep(pause)
         for rank in range(self.size):
             if rank in dead:
@@ -332,11 +331,6 @@ def _pauses() -> Iterator[float]:
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
-def is_being_written(meeting: Path) -> bool:
-    """Whether the first rank's writer works on a save, or its trainer is about to ask it to."""
-    return is_lock_held(meeting / "0.lock") is True
-
-
 def outcome_of(error: Exception) -> Outcome:
     return name_of(error), text_of(error).rstrip(".")
 
@@ -354,16 +348,14 @@ class _Staged:
     """Takes the place of a planner: finds an item's data in the staging memory, or among the serialized ones."""
 
     def __init__(self, layout: Layout, values: dict[int, bytes], memory: torch.Tensor) -> None:
-        self._data = {}
-        items = []
-        for i, (item, place) in enumerate(zip(layout.plan.items, layout.places, strict=True)):
-            data: Any
+        self._data: dict[int, Any] = {}
+        items = [*layout.plan.items]
+        for i, place in enumerate(layout.places):
             if place is None:
-                item, data = replace(item, type=WriteItemType.BYTE_IO), io.BytesIO(values[i])
+                items[i] = replace(items[i], type=WriteItemType.BYTE_IO)
+                self._data[id(items[i])] = io.BytesIO(values[i])
             else:
-                data = with_own_storage(view_of(memory, place))
-            items.append(item)
-            self._data[id(item)] = data
+                self._data[id(items[i])] = with_own_storage(view_of(memory, place))
         self.plan = replace(layout.plan, items=items)
 
     def resolve_data(self, item: WriteItem) -> Any:
@@ -405,8 +397,9 @@ class _Writer:
         writer = FolderWriter(meeting.path)
         writer.set_up_storage_writer(request.rank == 0)
         try:
-            told = self._write(writer, _Staged(layout, request.values, self._memory))
-            told["numbers"] = request.numbers
+            staged = _Staged(layout, request.values, self._memory)
+            results = [_as_plain(result) for result in writer.write_data(staged.plan, staged).wait()]
+            told = {"results": results, "files": writer.entries, "numbers": request.numbers}
         except Exception as error:
             _delete_data(meeting.path, f"__{request.rank}_")  # which may have filled the disk
             told = {"problem": outcome_of(error)}
@@ -421,19 +414,14 @@ class _Writer:
             answer(meeting.await_verdict())
             return
 
-        def finish(parts: list[dict[str, Any]]) -> None:
+        def finish(told: list[dict[str, Any]]) -> None:
             assert layout.metadata is not None
-            writer.finish(layout.metadata, [[_result(*item) for item in part["results"]] for part in parts])
-            files = {name: entry for part in parts for name, entry in part["files"].items()}
-            numbers = [tuple(path) for part in parts for path in part["numbers"]]
+            writer.finish(layout.metadata, [[_result(*item) for item in report["results"]] for report in told])
+            files = {name: entry for report in told for name, entry in report["files"].items()}
+            numbers = [tuple(path) for report in told for path in report["numbers"]]
             finish_save(writer, request.folder, request.token, files, numbers)
 
         meeting.judge(finish, answer)
-
-    @staticmethod
-    def _write(writer: FolderWriter, staged: _Staged) -> dict[str, Any]:
-        results = writer.write_data(staged.plan, staged).wait()
-        return {"results": [_as_plain(result) for result in results], "files": writer.entries}
 
 
 def _delete_data(path: Path, prefix: str) -> None:
