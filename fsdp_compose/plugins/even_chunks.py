@@ -148,7 +148,7 @@ class ChunkedLayout(FlatLayout):
 
     @cached_property
     def _rows(self) -> list[int]:
-        """Of each piece, in how many parts a rank's elements lie."""
+        """Into how many runs of neighbours the chunk of a rank is divided, for each piece."""
         rows = []
         for index, (param, dim) in enumerate(zip(self.params, self.dims, strict=True)):
             chunk = self.chunk_numel(index)

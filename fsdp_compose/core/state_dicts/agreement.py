@@ -81,7 +81,7 @@ class Peers:
 
     @classmethod
     def of(cls, names: ModelNames, call: str) -> Peers:
-        """Those that share a model."""
+        """The ranks that share the parameters of a model."""
         return cls(group_of(names), call)
 
     @property
