@@ -91,6 +91,7 @@ from .core.state_dicts import get_model_state_dict as get_model_state_dict
 from .core.state_dicts import get_state_dict as get_state_dict
 from .core.state_dicts import is_flattened as is_flattened
 from .core.state_dicts import is_shared_name as is_shared_name
+from .core.state_dicts import listed as listed
 from .core.state_dicts import load_into as load_into
 from .core.state_dicts import longest_prefix as longest_prefix
 from .core.state_dicts import pending_state as pending_state

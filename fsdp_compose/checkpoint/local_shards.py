@@ -42,6 +42,7 @@ from ..extension import (
     ModelNames,
     Optimizers,
     kept_for,
+    listed,
     local_elements,
     local_of,
     never_traced,
@@ -497,7 +498,7 @@ def shards(model: nn.Module, optimizers: Optimizers = ()) -> Shards:
     """
     if not isinstance(model, nn.Module):
         raise MisuseTypeError(f"checkpoint.shards(): expected a module, got {type(model).__name__}")
-    found = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+    found = listed(optimizers)
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise MisuseTypeError(f"checkpoint.shards(): expected optimizers, got {type(optimizer).__name__}")
