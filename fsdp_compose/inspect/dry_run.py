@@ -117,15 +117,12 @@ class Ledger:
         key = storage_id(storage)
         item = self._items.get(key)
         if item is None:
-            item = self._items[key] = _Item(self._kind_of_new(), 0, weakref.ref(storage, partial(self._died, key)))
+            kind = self._kind
+            if self.is_recomputing:
+                kind, self.has_recomputed = ACTIVATIONS, True
+            item = self._items[key] = _Item(kind, 0, weakref.ref(storage, partial(self._died, key)))
             self._change(item, storage.nbytes())
         return item
-
-    def _kind_of_new(self) -> str:
-        if not self.is_recomputing:
-            return self._kind
-        self.has_recomputed = True
-        return ACTIVATIONS
 
     @property
     def is_recomputing(self) -> bool:
@@ -270,7 +267,7 @@ class DryRun(DispatchMode):
         if any(item.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for item in types):
             return NotImplemented  # DTensors and the like: operations on their inner tensors come back here
         tensors = _tensors((args, kwargs))
-        if any(item.is_meta for item in tensors) or _is_meta(kwargs.get("device")):
+        if any(item.is_meta for item in tensors) or torch.device(kwargs.get("device") or "cpu").type == "meta":
             return func(*args, **kwargs)  # meta tensors have no memory
         self._num_operations += 1
         if self._num_operations % _NOTE_EVERY == 0:
@@ -338,7 +335,7 @@ class DryRun(DispatchMode):
         if operation.is_in_place:
             return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
         if func._schema.name in _INDEXING:
-            args = (args[0], [part for item in args[1] for part in self._without_mask(func, item)], *args[2:])
+            args = (args[0], [index for item in args[1] for index in self._without_mask(func, item)], *args[2:])
             key = func, _key_of((args, kwargs)), key
         elif operation.needs_elements:
             if not can_compute:
@@ -355,7 +352,6 @@ class DryRun(DispatchMode):
         return index.nonzero().unbind(1)
 
     def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the operation."""
         result = func(*args, **kwargs)
         for item in _tensors(result):
             self._ledger.see(item)
@@ -428,7 +424,7 @@ def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, 
     """Describe a collective that the model itself calls, and say of which process group; ``None``: it is none. Every
     rank is taken to send as much as this one, and an equal part to each."""
     name = func._schema.name.partition("::")[2].replace("_", "")
-    kind = next((kind for part, kind in _COLLECTIVES.items() if part in name), None)
+    kind = next((kind for word, kind in _COLLECTIVES.items() if word in name), None)
     if func.namespace not in namespaces_of_collectives or kind is None:
         return None
     names = [item.name for item in func._schema.arguments]
@@ -468,10 +464,6 @@ def kernels_of_devices() -> Iterator[None]:
             yield
     finally:
         torch.rms_norm = on_cpu
-
-
-def _is_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

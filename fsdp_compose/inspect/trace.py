@@ -27,7 +27,6 @@ from ..extension import (
     Collective,
     CollectiveNotes,
     Recorder,
-    Transport,
     Work,
     _FSDPState,
     listening,
@@ -107,11 +106,9 @@ def recorded(states: Sequence[_FSDPState], notes_of: Callable[[_FSDPState], Coll
         yield
     finally:
         for handle, _ in handles:
-            handle.change_transports(lambda transport, _: transport.over(_unrecorded))
-
-
-def _unrecorded(sender: Transport) -> Transport:
-    return sender.inner if isinstance(sender, Recorder) else sender
+            handle.change_transports(
+                lambda transport, _: transport.over(lambda one: one.inner if isinstance(one, Recorder) else one)
+            )
 
 
 # ---- Recording events: transports report collectives, and ``core/flat/events`` reports everything else.
@@ -206,12 +203,8 @@ class _SpanNotes:
 
     def begin(self, what: str, group: object, name: str) -> Callable[[], None]:
         if what not in _RANGES or id(group) not in self._states:
-            return _nothing
+            return lambda: None
         return partial(self._notebook.end, self._notebook.begin(what, name))
-
-
-def _nothing() -> None:
-    """End an event that is not recorded."""
 
 
 # ---- ``trace()``

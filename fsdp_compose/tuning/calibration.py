@@ -105,7 +105,10 @@ def calibrate(
     network = fitted_network(samples, clock, is_cuda, processes, node_bandwidth)
     device = with_host(fitted_device(samples, clock, is_cuda), network, samples, clock, alone, sharded)
     machine = _name_of_machine(is_cuda)
-    device = replace(device, name=machine, capacity=_capacity(is_cuda, processes))
+    capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+    if is_cuda:
+        capacity = torch.cuda.get_device_properties(0).total_memory
+    device = replace(device, name=machine, capacity=capacity)
     calibrated = {
         "on": machine, "torch": torch.__version__, "processes": processes, "threads": threads, "rounds": rounds,
         "clock": clock, "busy": round(busy, 3), "seconds": round(time.monotonic() - begun, 1),
@@ -152,12 +155,6 @@ def _name_of_machine(is_cuda: bool) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{next(models, platform.processor() or platform.machine())}, {_num_cores()} cores"
-
-
-def _capacity(is_cuda: bool, processes: int) -> int:
-    if is_cuda:
-        return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
 
 
 def _measure(threads: int, rounds: int, dtypes: Sequence[torch.dtype], work: Workload, is_cuda: bool) -> list[Sample]:
