@@ -312,7 +312,6 @@ class DryRun(DispatchMode):
         self._in_flight |= {storage_id(item.untyped_storage()): work for item in made}
 
     def _note_event(self, func: Any, operation: _Operation, args: Any, kwargs: Any, result: Any, key: Hashable) -> None:
-        """Add what the operation does to the step's events."""
         ledger = self._ledger
         is_repeated = ledger.is_recomputing
         key = key, ledger.phase, is_repeated
@@ -330,7 +329,6 @@ class DryRun(DispatchMode):
     def _run(
         self, func: Any, operation: _Operation, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Hashable
     ) -> Any:
-        """Return the results of an operation that has a kernel."""
         can_compute = all(map(self._ledger.has_values, tensors)) and _are_small(tensors)
         if operation.is_in_place:
             return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
@@ -358,7 +356,6 @@ class DryRun(DispatchMode):
         return result
 
     def _made(self, func: Any, operation: _Operation, args: Any, kwargs: Any, can_compute: bool, key: Hashable) -> Any:
-        """Return the results of an operation that makes tensors."""
         try:
             shapes = self._shapes.get(key)
             if shapes is None:

@@ -371,7 +371,6 @@ _MOST_NAMES = 3
 
 
 def advise(facts: WorldFacts) -> WorldFacts:
-    """Return ``facts`` with advice added."""
     rules = (_small_shards, _replicas, _large_group, _ties, _padding, _activations, _unreduced, _computed)
     return replace(facts, advice=tuple(item for rule in rules for item in rule(facts)))
 

@@ -48,7 +48,6 @@ def as_text(report: Report) -> str:
 
 
 def _aligned(section: Section) -> list[str]:
-    """Format the table as lines."""
     cells = [section.columns, *section.rows]
     columns = [
         [cell.rjust(width) if name in section.right else cell.ljust(width) for cell in column]

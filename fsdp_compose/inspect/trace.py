@@ -134,8 +134,6 @@ class _Span:
 
 
 class Notebook:
-    """The events recorded so far."""
-
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._spans: list[_Span] = []
@@ -168,8 +166,6 @@ class Notebook:
 
 
 class _GroupNotes(CollectiveNotes):
-    """Records the collectives of one group."""
-
     def __init__(self, notebook: Notebook, state: _FSDPState) -> None:
         self._notebook, self._state = notebook, state
         self._under_way: dict[Collective, _Span] = {}

@@ -40,7 +40,10 @@ def fitted_device(samples: Sequence[Sample], clock: str, is_cuda: bool) -> Devic
         (item.operation, max(item.seconds(clock) - overhead, 1e-9)) for item in samples if item.operation is not None
     ]
     products = [item for item in operations if item[0].flops and not item[0].is_attention]
-    rates, matmul_bytes = fitted_products((_key_of(item), item.flops, item.nbytes, took) for item, took in products)
+    rates, matmul_bytes = fitted_products(
+        (f"{str(item.dtype).removeprefix('torch.')} {item.layout}".strip(), item.flops, item.nbytes, took)
+        for item, took in products
+    )
     forward, backward = (
         median(item.flops / took for item, took in operations if item.is_attention and item.is_backward == which)
         for which in (False, True)
@@ -73,12 +76,6 @@ def fitted_beside(samples: Sequence[Sample]) -> float:
     longest = max(products, key=lambda item: (item.operation.flops, item.wall))  # type: ignore[union-attr]
     lost = (both[0] - NUM_PRODUCTS * longest.wall) / gathers
     return 1 / (1 - min(max(0.0, lost), 0.5))
-
-
-def _key_of(product: Operation) -> str:
-    """The key in ``Device.matmul``."""
-    dtype = str(product.dtype).removeprefix("torch.")
-    return f"{dtype} {product.layout}".strip()
 
 
 def fitted_products(products: Iterable[tuple[str, float, float, float]]) -> tuple[dict[str, float], float]:

@@ -114,8 +114,6 @@ def actions_of(
 
 
 class _Seen(DispatchMode):
-    """Describes the operations that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []

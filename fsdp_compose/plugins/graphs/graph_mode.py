@@ -89,7 +89,7 @@ def _note_gradient(reference: weakref.ref[_FSDPState], place: torch.Tensor) -> N
 
 
 def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The part of a graph before a forward of ``module``."""
+    """What a graph does before a forward of ``module``."""
     group = module.__dict__[CAPTURED]
     _note(module, group.key)
     numbers, reshards, input_dtype, _, slots, others, _ = _plan(module, group.key)
@@ -107,7 +107,7 @@ def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def leave(module: nn.Module, output: Any) -> Any:
-    """The part of a graph after a forward of ``module``."""
+    """What a graph does after a forward of ``module``."""
     group = module.__dict__[CAPTURED]
     _, _, _, output_dtype, slots, _, gathered = _plan(module, group.key)
     if group.held is not None and not group.pending:
