@@ -313,11 +313,11 @@ class FSDPModule(fsdp.FSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Warn: collectives use the parameters' own memory."""
         if enable:
-            _without_effect("set_allocate_memory_from_process_group_for_comm", _OWN_MEMORY)
+            _without_effect("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Warn: collectives use the parameters' own memory."""
-        _without_effect("set_symm_mem_for_comm", _OWN_MEMORY)
+        _without_effect("set_symm_mem_for_comm")
 
     # ---- collectives of the user
 
@@ -441,8 +441,6 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Ca
     return run
 
 
-_OWN_MEMORY = "collectives use the parameters' own memory"
-
-
-def _without_effect(method: str, why: str) -> None:
+def _without_effect(method: str) -> None:
+    why = "collectives use the parameters' own memory"
     warnings.warn(f"{method}() has no effect in fsdp_compose: {why}", stacklevel=4)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -67,9 +67,7 @@ def own_policy(given: object) -> _OwnPolicy:
     # the gradient, as our policy does on every torch.
     if isinstance(given, _OwnPolicy) or _HAS_OVERRIDE or policy.reduce_dtype is not None:
         return policy
-    return _OwnPolicy(
-        **{**{item.name: getattr(policy, item.name) for item in fields(policy)}, "reduce_dtype": policy.param_dtype}
-    )
+    return replace(policy, reduce_dtype=policy.param_dtype)
 
 
 # ---- ``fully_shard()``
@@ -214,11 +212,14 @@ def fully_shard(
     for members, arguments, home in groups:
         with home.reading():
             _own(members, ignored_params=ignored, **arguments)
-        _leave_partial(members)
         add_methods(members)
         state = get_state(members[0])
-        if layout.is_fsdp2 and state is not None:
-            state.set_options(shows_gathered=True)
+        if state is not None:
+            for sharded in [param for handle in state._handles for param in handle.sharded_params]:
+                if isinstance(sharded, RaggedDTensor):
+                    sharded._spec = sharded._spec.left_partial
+            if layout.is_fsdp2:
+                state.set_options(shows_gathered=True)
     _forget_meshes(params)
     return module
 
@@ -243,35 +244,33 @@ def _put_back_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _state(module: nn.Module) -> StateFace | None:
-    return None if get_state(module) is None else StateFace(module)
-
-
-fully_shard.state = _state  # type: ignore[attr-defined]
+fully_shard.state = (  # type: ignore[attr-defined]
+    lambda module: None if get_state(module) is None else StateFace(module)
+)
 
 
 # ---- meshes
 
 
 def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, bool]:
-    """Return the data-parallel part of a mesh, and whether all of it replicates."""
+    """Return the data-parallel dimensions of a mesh, and whether all of them replicate."""
     for name in _names(dims):
         if name not in (mesh.mesh_dim_names or ()):
             raise MisuseError(
                 f"fully_shard(dp_mesh_dims=...): {name!r} not found in mesh.mesh_dim_names: {mesh.mesh_dim_names}"
             )
-    parts = [_one_dim(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
-    if not parts:
+    meshes = [
+        mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names])
+        for names in (dims.replicate_names, dims.shard_names)
+        if names
+    ]
+    if not meshes:
         raise MisuseError("fully_shard(dp_mesh_dims=...): expected names in shard or replicate, got none")
-    return parts[0] if len(parts) == 1 else concatenate_meshes(parts), not dims.shard_names
+    return meshes[0] if len(meshes) == 1 else concatenate_meshes(meshes), not dims.shard_names
 
 
 def _names(dims: DataParallelMeshDims) -> tuple[str, ...]:
     return (*dims.replicate_names, *dims.shard_names)
-
-
-def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names])
 
 
 # Where a parameter on the whole mesh stores what has replaced it.
@@ -434,10 +433,3 @@ def _with_other_homes(
                     "whole, Replicate(): call fsdp_compose.replicate(module) instead"
                 )
     return list(found.items())
-
-
-def _leave_partial(modules: list[nn.Module]) -> None:
-    state = get_state(modules[0])
-    for sharded in [item for handle in state._handles for item in handle.sharded_params] if state is not None else ():
-        if isinstance(sharded, RaggedDTensor):
-            sharded._spec = sharded._spec.left_partial

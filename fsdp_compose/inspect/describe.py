@@ -28,7 +28,7 @@ from .describe_formats import (
     ModelFacts,
     OtherParameter,
     ParameterFacts,
-    Part,
+    ShardFacts,
     report_of,
 )
 from .report import as_page, for_stdout
@@ -83,7 +83,12 @@ def collect(model: nn.Module) -> ModelFacts:
         RuntimeError: modules show full parameters instead of the sharded ones.
     """
     states = [state for state, _ in states_to_run(model)]
-    _refuse_summoned(states)
+    for state in states:
+        if any(handle.summoned is not None for handle in state._handles):
+            raise MisuseRuntimeError(
+                f"rank {state.mesh.rank}: describe() inside summon_full_params(): modules of the group {state.name} "
+                "show full parameters, not those that it would describe: leave the context first"
+            )
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     module_names: dict[nn.Module, str] = {}
@@ -102,15 +107,6 @@ def collect(model: nn.Module) -> ModelFacts:
         groups=tuple(_group(state, names, module_names, owners) for state in states),
         others=tuple(_other(names[key][0], param) for key, param in params.items() if key not in managed),
     )
-
-
-def _refuse_summoned(states: Sequence[_FSDPState]) -> None:
-    for state in states:
-        if any(handle.summoned is not None for handle in state._handles):
-            raise MisuseRuntimeError(
-                f"rank {state.mesh.rank}: describe() inside summon_full_params(): modules of the group {state.name} "
-                "show full parameters, not those that it would describe: leave the context first"
-            )
 
 
 def _other(fqn: str, param: nn.Parameter) -> OtherParameter:
@@ -172,6 +168,9 @@ def _parameter(
     placed, param = handle.layout.params[index], handle.sharded_params[index]
     fqn, *tied = names.get(id(param)) or (handle.name_of(index),)
     is_composite = handle.kind.codec.is_composite
+    shards = [*_shards(handle, index, holders)]
+    if is_composite:  # rows of several tensors, as bytes that fill the shard
+        shards = [replace(shard, shard_start=0, shard_stop=handle.shard_numel) for shard in shards]
     return ParameterFacts(
         fqn=fqn,
         tied=tuple(tied),
@@ -183,24 +182,18 @@ def _parameter(
         offset=placed.offset,
         granule=placed.granule,
         placements=tuple(map(str, getattr(param, "placements", ()))),
-        parts=tuple(_parts_of_bytes(handle, holders) if is_composite else _parts(handle, index, holders)),
+        parts=tuple(shards),
         computed=tuple(starmap(Computed, owners.get(id(param), ()))),
     )
 
 
-def _parts(handle: FlatParamHandle, index: int, holders: _Holders) -> Iterator[Part]:
+def _shards(handle: FlatParamHandle, index: int, holders: _Holders) -> Iterator[ShardFacts]:
     placed = handle.layout.params[index]
     has_rows, row = placed.row_aligned and placed.shape, placed.row_numel
     for shard, local in handle.layout.local_shards_of(index).items():
         start, stop = local.param_start, local.param_start + local.numel
         rows = (start // row, stop // row) if has_rows else None
-        yield Part(holders[shard], start, stop, rows, local.shard_start, local.shard_start + local.numel)
-
-
-def _parts_of_bytes(handle: FlatParamHandle, holders: _Holders) -> Iterator[Part]:
-    """Yield the shards of a parameter that consists of several tensors: rows, as bytes that fill the shard."""
-    for part in _parts(handle, 0, holders):
-        yield replace(part, shard_start=0, shard_stop=handle.shard_numel)
+        yield ShardFacts(holders[shard], start, stop, rows, local.shard_start, local.shard_start + local.numel)
 
 
 def _policy(state: _FSDPState) -> dict[str, str]:

@@ -120,7 +120,7 @@ def _explain(ranks: str, size: int, by_rank: dict[int, Position]) -> str:
     silent = [rank for rank in range(size) if rank not in by_rank]
     if silent:
         lines.append(
-            f"  {_ranks(silent)} logged nothing: ended, still working, or its log is missing. Look there first"
+            f"  {_ranks(silent)}: logged nothing: ended, still working, or its log is missing. Look there first"
         )
     by_number: dict[int, list[int]] = defaultdict(list)
     for rank, position in sorted(by_rank.items()):
@@ -128,16 +128,16 @@ def _explain(ranks: str, size: int, by_rank: dict[int, Position]) -> str:
     behind = min(by_number)
     if len(by_number) > 1:
         ahead = [rank for rank in by_rank if rank not in by_number[behind]]
-        lines.append(f"  {_ranks(by_number[behind])} behind: the others wait for {_them(by_number[behind])}")
+        lines.append(f"  {_ranks(by_number[behind])}: behind: the others wait for {_ranks(by_number[behind])}")
         lines += _where(by_number[behind], by_rank)
-        lines.append(f"  {_ranks(ahead)} waiting")
+        lines.append(f"  {_ranks(ahead)}: waiting")
         lines += _where(ahead, by_rank)
         return "\n".join(lines)
     lasts = {position["last"] for position in by_rank.values()}
     if len(lasts) > 1:
         lines.append("  the ranks issued the same number of collectives, but different ones:")
     elif silent:
-        lines.append(f"  the other ranks are at the same place: they wait for {_them(silent)}")
+        lines.append(f"  the other ranks are at the same place: they wait for {_ranks(silent)}")
     else:
         lines.append(
             "  all ranks are at the same place: none is behind. Either a collective does not finish (the network, a "
@@ -151,26 +151,21 @@ def _where(ranks: Sequence[int], by_rank: dict[int, Position]) -> list[str]:
     """Describe where ranks are, with one line for all ranks at the same place."""
     places: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        places[_place(by_rank[rank])].append(rank)
+        position = by_rank[rank]
+        phase = position["phase"] or "between iterations"
+        last = position["last"] or "none since the last exchange of all ranks"
+        program = position["program"] or "?"
+        if position["waits_in"]:
+            program += f", in {position['waits_in']}"
+        places[f"{position['number']} collectives; {phase}; last: {last}; program at {program}"].append(rank)
     return [
-        f"    {_ranks(sharing)} {place} (for {max(by_rank[rank]['seconds'] for rank in sharing)} s; "
+        f"    {_ranks(sharing)}: {place} (for {max(by_rank[rank]['seconds'] for rank in sharing)} s; "
         f"{', '.join(sorted({by_rank[rank]['host'] for rank in sharing})[:3])})"
         for place, sharing in places.items()
     ]
 
 
-def _place(position: Position) -> str:
-    phase = position["phase"] or "between iterations"
-    last = position["last"] or "none since the last exchange of all ranks"
-    waits_in = f", in {position['waits_in']}" if position["waits_in"] else ""
-    return f"{position['number']} collectives; {phase}; last: {last}; program at {position['program'] or '?'}{waits_in}"
-
-
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"{_them(ranks)}:"
-
-
-def _them(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:16]))
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"

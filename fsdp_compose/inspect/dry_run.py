@@ -116,15 +116,12 @@ class Ledger:
         key = storage_id(storage)
         item = self._items.get(key)
         if item is None:
-            item = self._items[key] = _Item(self._kind_of_new(), 0, weakref.ref(storage, partial(self._died, key)))
+            kind = self._kind
+            if self.is_recomputing:
+                kind, self.has_recomputed = ACTIVATIONS, True
+            item = self._items[key] = _Item(kind, 0, weakref.ref(storage, partial(self._died, key)))
             self._change(item, storage.nbytes())
         return item
-
-    def _kind_of_new(self) -> str:
-        if not self.is_recomputing:
-            return self._kind
-        self.has_recomputed = True
-        return ACTIVATIONS
 
     @property
     def is_recomputing(self) -> bool:
@@ -269,7 +266,7 @@ class DryRun(DispatchMode):
         if any(item.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for item in types):
             return NotImplemented  # DTensors and the like: operations on their inner tensors come back here
         tensors = _tensors((args, kwargs))
-        if any(item.is_meta for item in tensors) or _is_meta(kwargs.get("device")):
+        if any(item.is_meta for item in tensors) or torch.device(kwargs.get("device") or "cpu").type == "meta":
             return func(*args, **kwargs)  # meta tensors have no memory
         self._num_operations += 1
         if self._num_operations % _NOTE_EVERY == 0:
@@ -314,7 +311,6 @@ class DryRun(DispatchMode):
         self._in_flight |= {storage_id(item.untyped_storage()): work for item in made}
 
     def _note_event(self, func: Any, operation: _Operation, args: Any, kwargs: Any, result: Any, key: Hashable) -> None:
-        """Add what the operation does to the step's events."""
         ledger = self._ledger
         is_repeated = ledger.is_recomputing
         key = key, ledger.phase, is_repeated
@@ -332,12 +328,11 @@ class DryRun(DispatchMode):
     def _run(
         self, func: Any, operation: _Operation, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Hashable
     ) -> Any:
-        """Return the results of an operation that has a kernel."""
         can_compute = all(map(self._ledger.has_values, tensors)) and _are_small(tensors)
         if operation.is_in_place:
             return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
         if func._schema.name in _INDEXING:
-            args = (args[0], [part for item in args[1] for part in self._without_mask(func, item)], *args[2:])
+            args = (args[0], [index for item in args[1] for index in self._without_mask(func, item)], *args[2:])
             key = func, _key_of((args, kwargs)), key
         elif operation.needs_elements:
             if not can_compute:
@@ -354,14 +349,12 @@ class DryRun(DispatchMode):
         return index.nonzero().unbind(1)
 
     def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the operation."""
         result = func(*args, **kwargs)
         for item in _tensors(result):
             self._ledger.see(item)
         return result
 
     def _made(self, func: Any, operation: _Operation, args: Any, kwargs: Any, can_compute: bool, key: Hashable) -> Any:
-        """Return the results of an operation that makes tensors."""
         try:
             shapes = self._shapes.get(key)
             if shapes is None:
@@ -427,7 +420,7 @@ def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, 
     """Describe a collective that the model itself calls, and say of which process group; ``None``: it is none. Every
     rank is taken to send as much as this one, and an equal part to each."""
     name = func._schema.name.partition("::")[2].replace("_", "")
-    kind = next((kind for part, kind in _COLLECTIVES.items() if part in name), None)
+    kind = next((kind for word, kind in _COLLECTIVES.items() if word in name), None)
     if func.namespace not in namespaces_of_collectives or kind is None:
         return None
     names = [item.name for item in func._schema.arguments]
@@ -470,10 +463,6 @@ def kernels_of_devices() -> Iterator[None]:
             yield
     finally:
         torch.rms_norm = on_cpu
-
-
-def _is_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

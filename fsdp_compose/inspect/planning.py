@@ -124,7 +124,7 @@ def _name_of(optimizer: MakeOptimizer | OptimizerOf | None) -> str:
 
 def _build(
     factory: Callable[[], Any],
-    mesh: tuple[int, ...] | None,
+    mesh_shape: tuple[int, ...] | None,
     wrap: Sequence[str] | None,
     options: dict[str, Any],
     batch: int | None,
@@ -132,7 +132,19 @@ def _build(
 ) -> tuple[nn.Module, LossOf]:
     """Make the model, sharded, and the function that returns its loss. ``options`` holds those that were given."""
     model, loss_of = model_of(factory, batch, seq)
-    _shard(model, mesh, wrap, options)
+    if states_to_run(model):
+        given = [*options, *(["mesh"] if mesh_shape is not None else []), *(["wrap"] if wrap is not None else [])]
+        if given:
+            raise MisuseError(
+                f"{', '.join(given)}: the factory returns an already sharded model; leave these options out"
+            )
+        return model, loss_of
+    mesh = None
+    if mesh_shape is not None:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    modules = modules_to_wrap(model, wrap)
+    for module in (*modules, *([] if model in modules else [model])):
+        fully_shard(module, mesh=mesh, **options)
     return model, loss_of
 
 
@@ -168,24 +180,6 @@ def _with_limit(build: Callable[[], tuple[nn.Module, LossOf]], limit: int | str)
     model, loss_of = build()
     states_for(model, "plan", recurse=False)[0].set_options(limit_unsharded_bytes=limit)
     return model, loss_of
-
-
-def _shard(
-    model: nn.Module, mesh_shape: tuple[int, ...] | None, wrap: Sequence[str] | None, options: dict[str, Any]
-) -> None:
-    if states_to_run(model):
-        given = [*options, *(["mesh"] if mesh_shape is not None else []), *(["wrap"] if wrap is not None else [])]
-        if given:
-            raise MisuseError(
-                f"{', '.join(given)}: the factory returns an already sharded model; leave these options out"
-            )
-        return
-    mesh = None
-    if mesh_shape is not None:
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    modules = modules_to_wrap(model, wrap)
-    for module in (*modules, *([] if model in modules else [model])):
-        fully_shard(module, mesh=mesh, **options)
 
 
 def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:

@@ -48,7 +48,6 @@ def as_text(report: Report) -> str:
 
 
 def _aligned(section: Section) -> list[str]:
-    """Format the table as lines."""
     cells = [section.columns, *section.rows]
     columns = [
         [cell.rjust(width) if name in section.right else cell.ljust(width) for cell in column]
@@ -113,17 +112,13 @@ def as_page(report: Report) -> str:
         if section.picture is not None:
             body.append(section.picture())
         if section.columns:
-            body.append(_html_table(section))
+            rows = [("th", section.columns), *(("td", row) for row in section.rows)]
+            lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in rows]
+            body.append("<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>")
         if section.items:
             body += ["<ul>", *(f"<li>{escape(item)}</li>" for item in section.items), "</ul>"]
     head = f'<meta charset="utf-8"><title>{escape(report.name)}</title><style>{_STYLE}</style>'
     return "\n".join(['<!DOCTYPE html><html lang="en">', f"<head>{head}</head><body>", *body, "</body></html>\n"])
-
-
-def _html_table(section: Section) -> str:
-    rows = [("th", section.columns), *(("td", row) for row in section.rows)]
-    lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in rows]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 # ---- Numbers in words

@@ -225,7 +225,6 @@ class _Simulation:
         )
 
     def _materialize(self, model: nn.Module) -> None:
-        """Give memory to what is on the meta device."""
         if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             return
         buffers = [(module, *item) for module in model.modules() for item in module.named_buffers(recurse=False)]

@@ -157,15 +157,13 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Count the operations by torch's formula, or one given to ``register_flop_formula``; ``None`` if there is none."""
     formula = flop_registry.get(overload_packet(func))
     if formula is None:
-        return _grouped_flops(*args[:2]) if "grouped_mm" in func._schema.name else None
+        if "grouped_mm" not in func._schema.name:
+            return None
+        a, b = args[:2]
+        groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1  # each takes its own columns of b
+        return 2.0 * a.numel() * b.shape[-1] / groups
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     return float(formula(*args, **kwargs, out_val=result))
-
-
-def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The operations of a grouped product, for which torch's counter has no formula."""
-    groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1  # each takes its own columns of b
-    return 2.0 * a.numel() * b.shape[-1] / groups
 
 
 def _attention_flops(func: Any, args: Any, given: Sequence[torch.Tensor], is_of_torch: bool) -> float | None:

@@ -26,7 +26,6 @@ from ..extension import (
     CollectiveKind,
     CollectiveNotes,
     Recorder,
-    Transport,
     Work,
     _FSDPState,
     listening,
@@ -106,11 +105,9 @@ def recorded(states: Sequence[_FSDPState], notes_of: Callable[[_FSDPState], Coll
         yield
     finally:
         for handle, _ in handles:
-            handle.change_transports(lambda transport, _: transport.over(_unrecorded))
-
-
-def _unrecorded(sender: Transport) -> Transport:
-    return sender.inner if isinstance(sender, Recorder) else sender
+            handle.change_transports(
+                lambda transport, _: transport.over(lambda one: one.inner if isinstance(one, Recorder) else one)
+            )
 
 
 # ---- Recording events: transports report collectives, and ``core/flat/events`` reports everything else.
@@ -136,8 +133,6 @@ class _Span:
 
 
 class Notebook:
-    """The events recorded so far."""
-
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._spans: list[_Span] = []
@@ -170,8 +165,6 @@ class Notebook:
 
 
 class _GroupNotes(CollectiveNotes):
-    """Records the collectives of one group."""
-
     def __init__(self, notebook: Notebook, state: _FSDPState) -> None:
         self._notebook, self._state = notebook, state
         self._under_way: dict[Collective, _Span] = {}
@@ -205,12 +198,8 @@ class _SpanNotes:
 
     def begin(self, what: str, group: object, name: str) -> Callable[[], None]:
         if what not in _RANGES or id(group) not in self._states:
-            return _nothing
+            return lambda: None
         return partial(self._notebook.end, self._notebook.begin(what, name))
-
-
-def _nothing() -> None:
-    """End an event that is not recorded."""
 
 
 # ---- ``trace()``

@@ -59,7 +59,7 @@ def assert_trains_like_unsharded(
     optimizers = optimizer(model.parameters()), optimizer(reference.parameters())
     bounds = rtol, atol
     for step, batch in enumerate(batches):
-        mine = loss(model, (part or part_of)(batch, rank, num_ranks))
+        mine = loss(model, (part or share_of)(batch, rank, num_ranks))
         expected = loss(reference, batch)
         mine.backward()
         expected.backward()
@@ -74,16 +74,16 @@ def assert_trains_like_unsharded(
     _compare(f"after {len(batches)} steps,", dict(model.named_parameters()), dict(reference.named_parameters()), bounds)
 
 
-def part_of(batch: Any, rank: int, num_ranks: int) -> Any:
+def share_of(batch: Any, rank: int, num_ranks: int) -> Any:
     """Return this rank's share of the first dimension of each tensor in ``batch``."""
     if isinstance(batch, torch.Tensor):
         if batch.shape[0] % num_ranks:
             raise ValueError(f"a batch of shape {tuple(batch.shape)} cannot be split equally among {num_ranks} ranks")
         return batch.chunk(num_ranks)[rank]
     if isinstance(batch, dict):
-        return {key: part_of(value, rank, num_ranks) for key, value in batch.items()}
+        return {key: share_of(value, rank, num_ranks) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(part_of(value, rank, num_ranks) for value in batch)
+        return type(batch)(share_of(value, rank, num_ranks) for value in batch)
     return batch
 
 

@@ -374,7 +374,6 @@ def _main(
 
 
 def _received_in_background(connection: Connection) -> queue.SimpleQueue[bytes]:
-    """Receive tasks on a thread."""
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def receive() -> None:

@@ -43,8 +43,8 @@ class Curve:
             return seconds[0]
         if i == len(sizes):
             return seconds[-1] * nbytes / max(1.0, sizes[-1])
-        part = (nbytes - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-        return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
+        share = (nbytes - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
 
 
 @checked()
@@ -112,7 +112,8 @@ class Device:
             return max(self.kernel, seconds, nbytes / self.memory)
         if operation.phase != STEP:
             nbytes *= self.fused if is_compiled else self.eager
-        curve = self._curve(operation.name)
+        name = operation.name
+        curve = self.curves.get(name) or self.curves.get(_LIKE.get(name, "add_" if name.endswith("_") else "add"))
         if curve is None:
             return max(self.kernel, nbytes / self.memory)
         num = 1 if self.overlaps else operation.num_tensors  # an accelerator takes a list at once
@@ -139,11 +140,6 @@ class Device:
             f"hardware {self.name}: it does not say how fast matrix products in {dtype} are, only in "
             f"{', '.join(self.matmul)}: give a file with matmul.{dtype}"
         )
-
-    def _curve(self, name: str) -> Curve | None:
-        if not self.curves:
-            return None
-        return self.curves.get(name) or self.curves.get(_LIKE.get(name, "add_" if name.endswith("_") else "add"))
 
 
 # Torchtitan published 82.4, 77.0, 67.0 and 62.0 GiB reserved (its benchmarks/llama3_h100_202412_torchtitan.md) where

@@ -238,7 +238,8 @@ class _Search:
     def _first_round(self, setting: Setting, splits_batch: bool) -> Iterator[Setting]:
         """For each micro-batch, from the largest, recompute no more than it takes to fit; stop where nothing has to be
         recomputed, since smaller ones only communicate more often."""
-        for num_batches in _splits_of(setting.batch) if splits_batch else [1]:
+        splits = [num for num in range(1, setting.batch + 1) if setting.batch % num == 0] if splits_batch else []
+        for num_batches in splits or [1]:
             batch = setting.batch // num_batches
             accumulates = self.accumulates and num_batches > 1
             for checkpointed in self._levels():
@@ -350,8 +351,3 @@ class _Search:
 
 def _num_networks(setting: Setting) -> int:
     return sum(size > 1 for size in setting.mesh)
-
-
-def _splits_of(batch: int) -> list[int]:
-    """Into how many equal micro-batches a batch can be split."""
-    return [num for num in range(1, batch + 1) if batch % num == 0] or [1]

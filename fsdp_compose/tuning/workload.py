@@ -89,7 +89,9 @@ def actions_of(
 ) -> Iterator[Sample]:
     """Ranks: all of the group."""
     if device.type == "cpu":
-        _keep_freed_memory()
+        # The C library keeps freed memory for later, except for pieces of 32 MiB and more. Before it has freed a large
+        # piece, results of some MiB are new memory again and again: bring it to where a training step soon brings it.
+        torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)
     random_of = partial(torch.randn, device=device)
     for dtype in dtypes:
         for m, k, n in work.products:
@@ -105,21 +107,13 @@ def actions_of(
     for nbytes in work.collective_bytes if group.size() > 1 else ():
         whole, collectives = _collectives(nbytes, device, group)
         for name, start in collectives.items():
-            yield Sample(name, nbytes=whole, run=partial(_waited, start))
+            yield Sample(name, nbytes=whole, run=partial(lambda begin: begin().wait(), start))
     if group.size() > 1 and device.type == "cuda":
         a, b = (random_of(*shape, dtype=dtypes[-1]) for shape in itertools.pairwise(work.products[-1]))
         yield Sample(BESIDE, nbytes=whole, run=partial(_beside, collectives[CollectiveKind.ALL_GATHER], a, b))
 
 
-def _keep_freed_memory() -> None:
-    """Bring the C library to where a training step soon brings it: it keeps freed memory for later, except for pieces
-    of 32 MiB and more. Before it has freed a large piece, results of some MiB are new memory again and again."""
-    torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)
-
-
 class _Seen(DispatchMode):
-    """Describes the operations that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
@@ -188,10 +182,6 @@ def _collectives(nbytes: int, device: torch.device, group: dist.ProcessGroup) ->
         CollectiveKind.REDUCE_SCATTER: partial(transport.reduce_scatter, shard, whole, True, label),
         CollectiveKind.ALL_REDUCE: partial(transport.all_reduce, whole, True, label),
     }
-
-
-def _waited(start: _Start) -> None:
-    start().wait()
 
 
 def _beside(gather: _Start, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from fsdp_compose.core.comm import CollectiveKind as Kind
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError
 from fsdp_compose.inspect import Operation
 from fsdp_compose.tuning import Curve, Hardware, Level, Workload, calibrate, calibration, hardware_of, write_hardware
-from fsdp_compose.tuning.fitting import busy_of, curves_of, fitted_beside, fitted_network, fitted_products
+from fsdp_compose.tuning.calibration import busy_of, curves_of, fitted_beside, fitted_network, fitted_products
 from fsdp_compose.tuning.workload import BESIDE, NUM_GATHERS, NUM_PRODUCTS, Sample
 from tests.harness import ROOT, fake_process_group
 from tests.tuning.failing_sizes import EndsOneRank, FailsOnOneRank, StopsOneRank

@@ -65,7 +65,11 @@ class LockstepCommunicator(Communicator):
 
     def contribute(self, handle: FlatParamHandle, contribution: Contribution, is_kept: bool = False) -> bool:
         if contribution is Contribution.KEPT:
-            self._agree_on_sums(handle)
+            # It communicates only sums over tensor-parallel ranks, on which their ranks alone agree: the others may
+            # have used other groups.
+            state = state_of(handle)
+            for group, terms in _sums_of(handle):
+                _agree(group, _describe(handle, "accumulation"), None if state is None else state.root, [terms])
         else:
             averages = contribution is Contribution.REDUCED
             if handle.mesh.is_replicated:
@@ -74,19 +78,6 @@ class LockstepCommunicator(Communicator):
                 what = "reduce-scatter" if averages else "reduce-scatter without all-reduce"
             self.announce(handle, what, [terms for _, terms in _sums_of(handle)])
         return super().contribute(handle, contribution, is_kept)
-
-    def _agree_on_sums(self, handle: FlatParamHandle) -> None:
-        """What is kept communicates only sums over tensor-parallel ranks, on which their ranks alone agree: the others
-        may have used other groups."""
-        state = state_of(handle)
-        root: Root | None = None if state is None else state.root
-        for group, terms in _sums_of(handle):
-            try:
-                _agree(group, f"{_describe(handle, 'accumulation')}", root, [terms])
-            except RuntimeError:
-                if root is not None:
-                    root.forward.has_failed = True
-                raise
 
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
         note(handle.mesh.peers, f"all-reduce over tensor-parallel ranks of {handle.label.of(indices)}")
@@ -113,7 +104,6 @@ class LockstepCommunicator(Communicator):
         except RuntimeError:
             if root is not None:
                 root.order.take_back()
-                root.forward.has_failed = True
             raise
 
     def announce_exchange(self, root: object, moment: object) -> None:
@@ -121,11 +111,7 @@ class LockstepCommunicator(Communicator):
         mesh = root.mesh
         if mesh.has_peers:
             what = MOMENTS.get(moment, "a reduction in functional mode")
-            try:
-                _agree(mesh.peers, f"{what} of {root.label}", root)
-            except RuntimeError:
-                root.forward.has_failed = True
-                raise
+            _agree(mesh.peers, f"{what} of {root.label}", root)
 
     def announce_recovery(self, root: object) -> None:
         """Meet all ranks before they discard an iteration that was interrupted on this rank."""
@@ -169,9 +155,14 @@ def _sums_of(handle: FlatParamHandle) -> list[tuple[dist.ProcessGroup, Sum]]:
 
 
 def _agree(group: dist.ProcessGroup, what: str, root: Root | None, sums: Sequence[Sum] = ()) -> None:
-    verdict = _compare(group, what, root, sums)
-    if verdict:
-        raise RanksDifferError(verdict)
+    try:
+        verdict = _compare(group, what, root, sums)
+        if verdict:
+            raise RanksDifferError(verdict)
+    except RuntimeError:
+        if root is not None:
+            root.forward.has_failed = True
+        raise
 
 
 def _compare(

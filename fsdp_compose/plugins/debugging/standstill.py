@@ -91,31 +91,20 @@ class _Watcher(threading.Thread):
         most = group_timeout(group).total_seconds() / 2
         if is_told or not order.num_roots or group.size() == 1 or now - since < min(self._seconds, most):
             return
-        waits = bool(phases) or _place(_main_frame(), is_own=True).startswith("comm")
-        if waits or now - since >= min(self._seconds * BETWEEN, most) or _others_wait(group, order.count):
+        namespace = known_namespace(group)
+        store = None if namespace is None else dist.PrefixStore("standing", namespace)
+        is_waiting = bool(phases) or _place(_main_frame(), is_own=True).startswith("comm")
+        is_long = is_waiting or now - since >= min(self._seconds * BETWEEN, most)
+        if not is_long and store is not None and store.check([_AFTER]):
+            is_long = (
+                int(store.get(_AFTER)) >= order.count
+            )  # another rank waits at this one's last collective, or later
+        if is_long:
             self._seen[order] = before, since, True
             _logger.warning(_told(position(group, order, phases, now - since)))
-            if waits:
-                _say_that_this_rank_waits(group, order.count)
-
-
-def _others_wait(group: dist.ProcessGroup, count: int) -> bool:
-    """Whether another rank has waited since this one has issued ``count`` collectives, or after more."""
-    store = _waiting(group)
-    return store is not None and store.check([_AFTER]) and int(store.get(_AFTER)) >= count
-
-
-def _say_that_this_rank_waits(group: dist.ProcessGroup, count: int) -> None:
-    """Tell the other ranks that this one waits."""
-    # One that is late between iterations then logs where it is, without waiting ``BETWEEN`` times as long.
-    store = _waiting(group)
-    if store is not None:
-        store.set(_AFTER, str(count))
-
-
-def _waiting(group: dist.ProcessGroup) -> dist.Store | None:
-    namespace = known_namespace(group)
-    return None if namespace is None else dist.PrefixStore("standing", namespace)
+            # A rank that is late between iterations then logs where it is, without waiting ``BETWEEN`` times as long.
+            if is_waiting and store is not None:
+                store.set(_AFTER, str(order.count))
 
 
 _AFTER = "after"  # the key of the number of collectives after which a rank waits

@@ -40,7 +40,7 @@ class GivenValues:
         """Whether a full tensor was given for every parameter of ``handle``, so that there is nothing to gather."""
         return bool(self._values) and all(self._full(param) is not None for param in handle.unsharded.params)
 
-    def sharded_parts(self, handle: FlatParamHandle) -> list[torch.Tensor | None]:
+    def shards(self, handle: FlatParamHandle) -> list[torch.Tensor | None]:
         """The tensors to gather: sharded parameters or their given replacements; ``None`` if a full one was given."""
         return [
             None if self._full(param) is not None else self._values.get(id(param), sharded)
@@ -177,8 +177,8 @@ class FunctionalUse:
         handles = [handle for handle in state._handles if not given.are_full(handle)]
         gather = GroupGather(root, state, handles)
         params = [param for handle in handles for param in handle.unsharded.params]
-        parts = [part for handle in handles for part in given.sharded_parts(handle)]
-        whole = gather.apply(parts) if parts else ()
+        shards = [shard for handle in handles for shard in given.shards(handle)]
+        whole = gather.apply(shards) if shards else ()
         specs = [spec for handle in handles for spec in specs_of(handle.tensor_parallel, len(handle.fqns))]
         shown_as = [item if spec is None else placed(item, spec) for item, spec in zip(whole, specs, strict=True)]
         restored = [*map(whole_like_original, gather.sharded_params, shown_as)]
@@ -224,8 +224,8 @@ class FunctionalUse:
         found = {}
         for handle in state._handles:
             first = self._whole.get(id(handle.unsharded.params[0]))
-            parts = zip(self._given.sharded_parts(handle), handle.sharded_params, strict=True)
-            if first is not None and all(part is sharded for part, sharded in parts):
+            shards = zip(self._given.shards(handle), handle.sharded_params, strict=True)
+            if first is not None and all(shard is sharded for shard, sharded in shards):
                 flat = torch.empty(0, dtype=handle.unsharded.dtype, device=handle.storage.compute_device(handle.shard))
                 found[handle] = flat.set_(first.untyped_storage(), 0, (handle.layout.flat_numel,))  # type: ignore[call-overload]
         return found

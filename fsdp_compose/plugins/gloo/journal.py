@@ -155,7 +155,6 @@ def journal_of(group: dist.ProcessGroup) -> Journal:
 
 
 def known_journal(group: dist.ProcessGroup) -> Journal | None:
-    """The journal of ``group``, if it has one."""
     return known_for(group, Journal)
 
 
@@ -276,7 +275,6 @@ class Report(NamedTuple):
 
     @staticmethod
     def of(journal: Journal) -> Report:
-        """What this rank tells now."""
         meeting = _meeting_beside(journal)
         place = None
         if meeting is not None:
@@ -294,7 +292,6 @@ class Report(NamedTuple):
         return self.meeting is None or rank in self.meeting[3]
 
     def place(self) -> str:
-        """Where it waits."""
         if self.waits_for:
             return f"the {dict(self.entries).get(self.waits_for, f'collective number {self.waits_for}')}"
         return "" if self.meeting is None else self.meeting[2]
@@ -328,7 +325,11 @@ def _compare(group: dist.ProcessGroup, journal: Journal, has_failed: bool = Fals
                 where = f", and does not come to {ours.place()}, where rank {rank} waits" if is_awaited else ""
                 journal.difference = f"rank {other} has raised {theirs.failure}{where}. {_LOST}"
             if not journal.difference and _wait_for_each_other(group, journal, ours, other, theirs):
-                journal.difference = _told_apart(rank, ours, other, theirs)
+                (first, here), (second, there) = sorted([(rank, ours.place()), (other, theirs.place())])
+                journal.difference = (
+                    f"the ranks run different programs, and wait for each other: rank {first} in {here}, rank {second} "
+                    f"in {there}. {_REMEDY}"
+                )
             if journal.difference:
                 store.set(_DIFFERENCE, journal.difference)
     return bool(journal.difference) or len(others) == group.size() - 1
@@ -364,15 +365,6 @@ def first_difference_of(rank: int, ours: list[tuple[int, str]], other: int, thei
     return ""
 
 
-def _told_apart(rank: int, ours: Report, other: int, theirs: Report) -> str:
-    if other < rank:
-        rank, ours, other, theirs = other, theirs, rank, ours
-    return (
-        f"the ranks run different programs, and wait for each other: rank {rank} in {ours.place()}, rank {other} in "
-        f"{theirs.place()}. {_REMEDY}"
-    )
-
-
 _LOST = "The current iteration is lost: restart the processes from a checkpoint"
 _REMEDY = (
     "Every rank must run the same forwards and backwards, and make the same calls, in the same order: if one rank "
@@ -384,7 +376,10 @@ _REMEDY = (
 
 def _look() -> None:
     for group, journal in all_kept(Journal):
-        place, (previous, looks) = _place_of(journal), journal.stays_at or (None, 0)
+        meeting, (previous, looks) = _meeting_beside(journal), journal.stays_at or (None, 0)
+        place = ("", journal.waits_for) if journal.waits_for else None
+        if meeting is not None:
+            place = meeting.key, meeting.number
         if previous is not None and previous != place and looks * PERIOD >= journal.patience:
             _retract(group, journal)
         if place is None:
@@ -394,14 +389,6 @@ def _look() -> None:
         journal.stays_at = place, looks
         if not journal.difference and looks * PERIOD >= journal.patience:
             _compare_while_waiting(group, journal)
-
-
-def _place_of(journal: Journal) -> tuple[str, int] | None:
-    """What this rank waits for; ``None`` if it does not wait."""
-    meeting = _meeting_beside(journal)
-    if meeting is not None:
-        return meeting.key, meeting.number
-    return ("", journal.waits_for) if journal.waits_for else None
 
 
 def _retract(group: dist.ProcessGroup, journal: Journal) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -104,12 +104,12 @@ class Messages(Transport):
             super().reduce_scatter(Shown(shard), Shown(whole), is_average, label)
         shared = self._shared_for(whole.nbytes, label)
         flight = _Sum(self, self._journal.enter(CollectiveKind.REDUCE_SCATTER, label, whole.nbytes), shared)
-        parts = [*whole.chunk(self.group.size())]
-        return flight.begin(parts[self._rank], [(rank, parts[rank]) for rank in self._peers], shard, is_average)
+        chunks = [*whole.chunk(self.group.size())]
+        return flight.begin(chunks[self._rank], [(rank, chunks[rank]) for rank in self._peers], shard, is_average)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         """With two ranks, or a short tensor, each rank sends everything to every other. Otherwise each rank sums up one
-        part, and sends the sum to every other."""
+        chunk, and sends the sum to every other."""
         if _is_listened_to():
             super().all_reduce(Shown(tensor), is_average, label)
         # No faster than gloo's own, but gloo's aborts the processes when ranks disagree.
@@ -118,8 +118,8 @@ class Messages(Transport):
         if size == 2 or size * tensor.nbytes <= _SHORT_BYTES:
             return flight.begin(tensor, [(rank, tensor) for rank in self._peers], tensor, is_average)
         second = _InFlight(self, journal.enter(CollectiveKind.SECOND_HALF, label, tensor.nbytes))
-        parts = tensor.tensor_split(size)
-        own, others = parts[self._rank], [(rank, parts[rank]) for rank in self._peers]
+        chunks = tensor.tensor_split(size)
+        own, others = chunks[self._rank], [(rank, chunks[rank]) for rank in self._peers]
 
         def begin_second() -> None:
             second.issue(others, [(rank, own) for rank in self._peers])
@@ -172,8 +172,10 @@ class Messages(Transport):
 
     def _introduce(self, label: Label) -> SharedMemory | None:
         """Find out whether all ranks are on one machine, and want to share memory."""
-        is_off = os.environ.get(TRANSPORT_ENV) == self.name
-        shared = None if is_off else SharedMemory.of_this_rank(self._rank, self.group.size())
+        shared = None
+        if os.environ.get(TRANSPORT_ENV) != self.name:
+            with suppress(OSError, AttributeError):  # the system has no such memory
+                shared = SharedMemory(self._rank, self.group.size())
         numbers = self._tell_all(-1 if shared is None else shared.introduction, label)
         can_share = shared is not None and all(number >= 0 for _, number in numbers) and shared.connect_to(numbers)
         # All or none: any rank may have it turned off, or not find another one.
@@ -370,7 +372,7 @@ class _InFlight:
 
 
 class _Note:
-    """A note from another rank that says where its part of a collective is."""
+    """A note from another rank that says where its chunk of a collective is."""
 
     __slots__ = ("_group", "_shared", "_tag", "note", "rank")
 
@@ -424,7 +426,7 @@ class _Maximum:
 
 
 class _Sum(_InFlight):
-    """A reduction: adds what the other ranks send to this rank's own part, in rank order."""
+    """A reduction: adds what the other ranks send to this rank's own chunk, in rank order."""
 
     __slots__ = ("_divisor", "_memory", "_notes", "_own", "_pool", "_result", "_shared", "_terms")
 
@@ -480,7 +482,7 @@ class _Sum(_InFlight):
 
     def _add_up(self, terms: Sequence[torch.Tensor]) -> None:
         total = terms[0]
-        # In rank order, so that the bits do not depend on which rank holds which part.
+        # In rank order, so that the bits do not depend on which rank holds which chunk.
         for i, term in enumerate(terms[1:-1]):
             if i > 0:
                 total.add_(term)

@@ -1,6 +1,6 @@
 """Memory that the ranks of one machine share: sums use it instead of messages through gloo.
 
-``comm/gloo`` is the only caller. A rank copies what it sends into memory of its own that the other ranks can map, and
+``messages`` is the only caller. A rank copies what it sends into memory of its own that the other ranks can map, and
 sends a descriptor of where it is; they read it there. A message would instead be copied into the kernel and out again,
 piece by piece. The other ranks receive the memory with the first note that mentions it.
 """
@@ -228,13 +228,6 @@ class SharedMemory:
         self._fence = threading.Lock()
 
     # ---- Setup, in this order
-
-    @staticmethod
-    def of_this_rank(rank: int, size: int) -> SharedMemory | None:
-        """Return ``None`` if the system has no such memory."""
-        with suppress(OSError, AttributeError):
-            return SharedMemory(rank, size)
-        return None
 
     @property
     def introduction(self) -> int:

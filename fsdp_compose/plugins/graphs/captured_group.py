@@ -93,18 +93,13 @@ class CapturedGroup:
         if state is None:
             return
         handles = state._handles
+        shards = [id(handle.shard) for handle in handles]
         flags = [handle.unsharded.flags for handle in handles]
-        present = (
-            state.options,
-            state.position,
-            [handle.mesh for handle in handles],
-            [*map(_identity, handles)],
-            flags,
-        )
+        present = (state.options, state.position, [handle.mesh for handle in handles], shards, flags)
         if present == self._followed:
             return
         self._followed = present
-        has_same_shards = [id(shard.shard) for shard in self.shards] == [*map(_identity, handles)]
+        has_same_shards = [id(shard.shard) for shard in self.shards] == shards
         if not has_same_shards:
             self._plans = []
         plan = next((item for item in self._plans if item[0] == present), None)  # accumulation alternates between two
@@ -166,7 +161,6 @@ class CapturedGroup:
         return has_added, is_due
 
     def drop(self) -> None:
-        """Discard the gradients that graphs have delivered."""
         for shard in self.shards:
             shard.drop()
 
@@ -182,10 +176,6 @@ def _placed(spec: DTensorSpec | None) -> Placed | None:
         return None
     assert spec.tensor_meta is not None
     return spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride
-
-
-def _identity(handle: FlatParamHandle) -> int:
-    return id(handle.shard)
 
 
 def graph_plan_of(key: str, index: int) -> GraphPlan:
@@ -249,7 +239,6 @@ class VersionsBefore:
                 )
 
     def check_backward(self) -> None:
-        """Raise if parameters have changed since."""
         for ref, versions in self._before:
             state = ref()
             if state is not None:

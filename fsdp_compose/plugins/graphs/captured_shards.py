@@ -189,8 +189,8 @@ def _lower() -> None:
 class GradientForm(Enum):
     """Which form of a gradient arrives when the backward of a graph has run."""
 
-    REDUCED = "this rank's part of the average"
-    SCATTERED = "this rank's part of the average over the shard group; that over the replicas is yet to come"
+    REDUCED = "this rank's shard of the average"
+    SCATTERED = "this rank's shard of the average over the shard group; that over the replicas is yet to come"
     WHOLE = "the whole gradient of this rank, not reduced"
     NOTHING = "nothing: no parameter requires grad"
 
@@ -378,7 +378,6 @@ class CapturedShard:
         self.follow(flat)
 
     def follow(self, flat: GatherPlan) -> None:
-        """Use the plan ``flat`` for the next graphs."""
         self.flat = flat
         if flat.arrives is GradientForm.NOTHING:
             self.inputs = self._frozen
@@ -392,7 +391,6 @@ class CapturedShard:
             self.inputs = GraphInputs(place, None, self._unused_mask)
 
     def _place_for(self, flat: GatherPlan) -> nn.Parameter:
-        """The place to which autograd delivers the gradient."""
         with torch.inference_mode(False):
             if flat.needs_grad_leaf:  # one element, whatever its length
                 numel = sum(flat.sizes) if flat.arrives is GradientForm.WHOLE else self.shard.numel()
@@ -404,7 +402,6 @@ class CapturedShard:
         return place
 
     def places(self) -> list[nn.Parameter]:
-        """The leaves at which gradients arrive."""
         return [*self._places.values()]
 
     def has_grad(self) -> bool:
@@ -412,13 +409,12 @@ class CapturedShard:
         return any([place.grad is not None for place in self._places.values()])
 
     def drop(self) -> None:
-        """Drop the gradients that graphs have delivered."""
         for tensor in (*self._places.values(), self._unused_mask):
             tensor.grad = None
 
     def take(self) -> tuple[list[tuple[GradientForm, torch.Tensor]], list[bool]]:
-        """Take the gradients that graphs have delivered, by form, and report which parameters have a part of them, as
-        far as the graphs tell."""
+        """Take the gradients that graphs have delivered, by form, and report which parameters they are for, as far as
+        the graphs tell."""
         arrived = []
         for arrives, place in self._places.items():
             if place.grad is not None:
@@ -500,18 +496,14 @@ def deliver_gradients(handle: FlatParamHandle, shard: CapturedShard) -> tuple[bo
                 kept = [view if is_one else None for view, is_one in zip(views, used, strict=True)]
                 accumulate_gradients(handle, kept)
             elif arrives is GradientForm.SCATTERED:
-                _bring_scattered(handle, grad)
+                accumulation = handle.pending_gradients.accumulation
+                earlier = None if accumulation is None else accumulation.scattered
+                kept_dtype = torch.promote_types(grad.dtype, handle.gradient.dtype)
+                keep_scattered(handle, add_scattered(grad, earlier, kept_dtype))
             else:
                 has_added |= _bring_reduced(handle, grad)
         is_due |= arrives is not GradientForm.REDUCED
     return has_added or is_due, is_due
-
-
-def _bring_scattered(handle: FlatParamHandle, grad: torch.Tensor) -> None:
-    accumulation = handle.pending_gradients.accumulation
-    earlier = None if accumulation is None else accumulation.scattered
-    kept_dtype = torch.promote_types(grad.dtype, handle.gradient.dtype)
-    keep_scattered(handle, add_scattered(grad, earlier, kept_dtype))
 
 
 def _bring_reduced(handle: FlatParamHandle, grad: torch.Tensor) -> bool:

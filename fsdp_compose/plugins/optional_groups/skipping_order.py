@@ -132,7 +132,9 @@ class SkippingOrder(FixedOrder):
             self._note_live(root, use)
             self.protocol.request_unshard(root, state)
             return
-        ahead = self._following_in_forward(root, state)
+        found: list[_FSDPState] = []
+        prefetch_forward(root, state, lambda _, other: found.append(other))
+        ahead = [other for other in found if not self._is_optional(other)]
         needed = [state, *ahead]
         # Some ranks may have these groups already, because a forward left something that cannot be hooked, or was
         # repeated. So they exchange which groups they miss, and all gather the groups that any rank misses.
@@ -194,12 +196,6 @@ class SkippingOrder(FixedOrder):
         for item in (use, root.forward.innermost if use is None else use.outer):
             if item is not None:
                 self.protocol.live.add(item)
-
-    def _following_in_forward(self, root: Root, state: _FSDPState) -> list[_FSDPState]:
-        """The groups that ``prefetch_forward`` would gather, but for optional ones."""
-        found: list[_FSDPState] = []
-        prefetch_forward(root, state, lambda _, other: found.append(other))
-        return [other for other in found if not self._is_optional(other)]
 
     # ---- Backward
 
@@ -368,8 +364,9 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
         return
     for state in owners:
         if state.options.is_optional:
+            classes = ", ".join(type(module).__name__ for module in state.live_modules())
             raise ValueError(
-                f"the fully_shard group of {_class_of(state)} is optional, but its forward is the outermost one, which "
+                f"the fully_shard group of {classes} is optional, but its forward is the outermost one, which "
                 "every rank runs: call fully_shard(optional=True) on modules inside it"
             )
     problem = ""
@@ -416,7 +413,3 @@ def scheduler_of(states: Sequence[_FSDPState], carrier: Carrier | None) -> Sched
 
 def _modules_of(state: _FSDPState) -> set[nn.Module]:
     return {module for one in state.live_modules() for module in one.modules()}
-
-
-def _class_of(state: _FSDPState) -> str:
-    return ", ".join(type(module).__name__ for module in state.live_modules())

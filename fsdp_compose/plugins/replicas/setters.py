@@ -52,7 +52,11 @@ def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> 
     if mesh is not None:
         raise MisuseError("broadcast_replicas(mesh=...): the model is sharded already, and its groups have meshes")
     for state in states:
-        _refuse_running(state)
+        root = state.root
+        if state.progress.running_forwards or (root is not None and (root.forward.depth or root.backward is not None)):
+            raise MisuseRuntimeError(
+                f"broadcast_replicas(): a forward or backward of the fully_shard group {state.name} is running"
+            )
     handles = [handle for state in states for handle in state._handles if handle.mesh.replicate_group is not None]
     for handle in handles:
         if any(local_elements(sharded).is_meta for sharded in handle.sharded_params):
@@ -158,14 +162,6 @@ def _broadcast_unsharded(module: nn.Module, mesh: DeviceMesh | None) -> None:
                     dist.broadcast(as_transferable(moved), group=group, group_src=0)
                     if moved.data_ptr() != local.data_ptr():
                         local.copy_(moved)
-
-
-def _refuse_running(state: _FSDPState) -> None:
-    root = state.root
-    if state.progress.running_forwards or (root is not None and (root.forward.depth or root.backward is not None)):
-        raise MisuseRuntimeError(
-            f"broadcast_replicas(): a forward or backward of the fully_shard group {state.name} is running"
-        )
 
 
 def _meet(peers: dist.ProcessGroup, names: str) -> None:
