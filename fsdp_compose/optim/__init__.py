@@ -1,4 +1,4 @@
-"""Optimizers that step on whole matrices, each on one of the ranks that hold its parts; and what the core has for other
+"""Optimizers that step on whole matrices, each on one of the ranks that hold its shards; and what the core has for other
 optimizers, under its public names."""
 
 from ..core.optimizers import block_of as block_of
