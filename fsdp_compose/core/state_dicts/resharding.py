@@ -55,7 +55,7 @@ class Target:
         like, whole = self.like, whole.detach()
         assert isinstance(like, DTensor)
         if isinstance(like, CompositeDTensor) and like.takes(whole):
-            return like.part_of(whole.to(self.device))
+            return like.shard_of(whole.to(self.device))
         if not isinstance(like, RaggedDTensor):
             placements = dtensor_spec(like).placements
             return distribute_tensor(whole.to(self.device), like.device_mesh, placements, src_data_rank=None)
