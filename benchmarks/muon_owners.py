@@ -75,7 +75,7 @@ def measure(model: str, num_ranks: int) -> Row:
         for owner in chosen:
             loads[owner] += item.cost
         for stack in stacks_of(i, item, chosen):
-            moved += stack.numel - sum([stop - start for rank, start, stop in stack.parts if rank == stack.owner])
+            moved += stack.numel - sum([stop - start for rank, start, stop in stack.ranges if rank == stack.owner])
     mean, numel = sum(loads) / num_ranks, sum(item.count * item.numel for item in items)
     bound = max(1.0, max(item.cost for item in items) / mean)
     num = sum(item.count for item in items)

@@ -71,6 +71,7 @@ from torch.utils._pytree import tree_map_only as _tree_map_only
 from .errors import MisuseError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 __all__ = [  # what only other files use; the rest needs no list
     "DispatchMode",
@@ -940,13 +941,13 @@ _UNUSED_TAG = 7_502  # of messages that no rank sends
 # ---- DTensor
 
 
-def make_dtensor(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Any:
+def make_dtensor(cls: type[_Tensor], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> _Tensor:
     """A DTensor (or an instance of a subclass) over ``local``, whose elements it shares."""
     # torch copies the storage offset of ``local`` onto the wrapper, which has no storage. With an offset other than 0,
     # its data_ptr() would not be 0, and deepcopy, torch.save and checkpointing would take it for a real tensor.
     if local.storage_offset():
         at_zero = local.as_strided(local.shape, local.stride(), 0)
-        tensor = torch.Tensor._dtensor__new__(cls, at_zero, spec, requires_grad=requires_grad)
+        tensor: _Tensor = torch.Tensor._dtensor__new__(cls, at_zero, spec, requires_grad=requires_grad)
         set_local_tensor(tensor, local)
         return tensor
     return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)

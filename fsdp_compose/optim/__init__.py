@@ -1,5 +1,5 @@
-"""Optimizers that step on whole matrices, each on one of the ranks that hold its parts; and what the core has for other
-optimizers, under its public names."""
+"""Optimizers that step on whole matrices, each on one of the ranks that hold its shards; and what the core has for
+other optimizers, under its public names."""
 
 from ..core.optimizers import block_of as block_of
 from ..core.optimizers import clip_grad_norm_ as clip_grad_norm_

@@ -1,10 +1,10 @@
-"""Whole matrices of sharded parameters at owners: which rank computes which, and how its parts get there and back.
+"""Whole matrices of sharded parameters at owners: which rank computes which, and how its shards get there and back.
 
 Every matrix has one owner among the ranks that share the shards. What the owner lacks of it is sent there, and the
 result comes back the same way. What lies whole at its owner does not move::
 
     rank 0   |A A A|B B|                    A: owner 0, moves nothing
-    rank 1             |B B|C C C C C|      B: owner 1; rank 0 sends its part, and gets its part of the result
+    rank 1             |B B|C C C C C|      B: owner 1; rank 0 sends its shard, and gets its shard of the result
                                             C: owner 1, moves nothing
 
 All ranks plan the same, from shapes alone (``assign``, ``stacks_of``). ``Exchange`` moves some matrices with one
@@ -80,28 +80,25 @@ def matrices_of(shape: Sequence[int], counts: RunLengths, block_rows: int | None
     return Matrices(count, rows, cols, counts, rows * cols * min(rows, cols) if cost is None else cost)
 
 
-Chosen = Callable[[int, int], bool]
-"""Whether a matrix (parameter, number) takes part."""
-
-
 def assign(
-    params: Sequence[Matrices], num_ranks: int, chosen: Chosen | None = None, slack: float = SLACK
+    params: Sequence[Matrices], num_ranks: int, chosen: Callable[[int, int], bool] | None = None
 ) -> list[list[int]]:
-    """Return the owner of each matrix of each parameter; -1 for those that are not ``chosen``. The same on every rank.
+    """Return the owner of each matrix of each parameter; -1 for those (parameter, number) that are not ``chosen``. The
+    same on every rank.
 
-    The longest go first, each to the rank that has most of it, unless that then has more than ``slack`` above the mean
+    The longest go first, each to the rank that has most of it, unless that then has more than ``SLACK`` above the mean
     to do; else to the rank with the least to do. A matrix that lies whole on one rank stays there, unless ranks would
-    be further apart than ``slack`` and are closer if it may move."""
-    owners, loads = _assign(params, num_ranks, chosen, slack, may_move_whole=False)
-    if max(loads) * num_ranks > (1 + slack) * sum(loads):
-        others, other_loads = _assign(params, num_ranks, chosen, slack, may_move_whole=True)
+    be further apart than ``SLACK`` and are closer if it may move."""
+    owners, loads = _assign(params, num_ranks, chosen, may_move_whole=False)
+    if max(loads) * num_ranks > (1 + SLACK) * sum(loads):
+        others, other_loads = _assign(params, num_ranks, chosen, may_move_whole=True)
         if max(other_loads) < max(loads):
             return others
     return owners
 
 
 def _assign(
-    params: Sequence[Matrices], num_ranks: int, chosen: Chosen | None, slack: float, may_move_whole: bool
+    params: Sequence[Matrices], num_ranks: int, chosen: Callable[[int, int], bool] | None, may_move_whole: bool
 ) -> tuple[list[list[int]], list[int]]:
     owners, loads = [[-1] * item.count for item in params], [0] * num_ranks
     movable: list[tuple[int, int, int, int]] = []  # cost, parameter, matrix, the rank that has most of it
@@ -115,7 +112,7 @@ def _assign(
             else:
                 movable.append((-item.cost, i, k, rank))
     movable.sort()
-    most = (1 + slack) * (sum(loads) - sum(cost for cost, _, _, _ in movable)) / num_ranks
+    most = (1 + SLACK) * (sum(loads) - sum(cost for cost, _, _, _ in movable)) / num_ranks
     least = [(load, rank) for rank, load in enumerate(loads)]  # a heap, in which old loads stay
     heapq.heapify(least)
     for negative, i, k, holder in movable:
@@ -170,7 +167,7 @@ class Stack:
         start: the first element, counted from the parameter's start.
         count, rows, cols: number and size of the matrices.
         owner: the rank that computes them.
-        parts: the ranks that have elements of it, each with its range, counted from ``start``.
+        ranges: the ranks that have elements of it, each with its range, counted from ``start``.
     """
 
     param: int
@@ -179,7 +176,7 @@ class Stack:
     rows: int
     cols: int
     owner: int
-    parts: tuple[tuple[int, int, int], ...]
+    ranges: tuple[tuple[int, int, int], ...]
 
     @property
     def numel(self) -> int:
@@ -196,30 +193,25 @@ def stacks_of(param: int, item: Matrices, owners: Sequence[int], chosen: range |
             last += 1
         start, stop = first * item.numel, last * item.numel
         if owners[first] >= 0:
-            parts = _parts(item.counts, start, stop)
-            result.append(Stack(param, start, last - first, item.rows, item.cols, owners[first], parts))
+            ranges, rank, position = [], 0, 0
+            for count, num_ranks in item.counts.within(start, stop).pieces:
+                if count:
+                    ranges += [(rank + i, position + i * count, position + (i + 1) * count) for i in range(num_ranks)]
+                rank, position = rank + num_ranks, position + count * num_ranks
+            result.append(Stack(param, start, last - first, item.rows, item.cols, owners[first], tuple(ranges)))
         first = last
     return result
 
 
-def _parts(counts: RunLengths, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
-    parts, rank, position = [], 0, 0
-    for count, num_ranks in counts.within(start, stop).pieces:
-        if count:
-            parts += [(rank + i, position + i * count, position + (i + 1) * count) for i in range(num_ranks)]
-        rank, position = rank + num_ranks, position + count * num_ranks
-    return tuple(parts)
-
-
 @dataclass(frozen=True)
 class Piece:
-    """Some elements of a stack, and where they are in this rank's part of the parameter.
+    """Some elements of a stack, and where they are in this rank's shard of the parameter.
 
     Attributes:
         stack: number of the stack, among those that this rank owns; -1: another rank does.
         start, stop: counted from the start of the stack.
         param: the parameter's number.
-        local: the first element in this rank's part; meaningless for what other ranks have.
+        local: the first element in this rank's shard; meaningless for what other ranks have.
     """
 
     stack: int
@@ -242,13 +234,14 @@ class Exchange:
         starts: for each parameter, the first element that this rank has.
 
     Attributes:
-        owned: the stacks that this rank owns.
+        owned: the stacks that this rank owns; ``num_owned``: their elements.
         num_moved: elements that move from rank to rank, in each direction; the same on every rank.
         num_sent, num_received: elements to and from other ranks, on the way to the owners.
     """
 
     def __init__(self, stacks: Sequence[Stack], rank: int, num_ranks: int, starts: Sequence[int]) -> None:
         self.owned = [stack for stack in stacks if stack.owner == rank]
+        self.num_owned = sum([stack.numel for stack in self.owned])
         self.num_moved = 0
         self._kept: list[Piece] = []  # lie at their owner, which is this rank
         sent: list[list[Piece]] = [[] for _ in range(num_ranks)]
@@ -256,7 +249,7 @@ class Exchange:
         number = -1
         for stack in stacks:
             number += stack.owner == rank
-            for holder, start, stop in stack.parts:
+            for holder, start, stop in stack.ranges:
                 self.num_moved += (stop - start) * (holder != stack.owner)
                 is_mine = stack.owner == rank
                 if not is_mine and holder != rank:
@@ -284,12 +277,12 @@ class Exchange:
         label: Label,
         starts: Mapping[int, int] | None = None,
     ) -> Callable[[], list[torch.Tensor]]:
-        """Start to move this rank's parts to the owners.
+        """Start to move this rank's shards to the owners.
 
         Args:
-            locals_: by parameter, this rank's part, 1-D.
+            locals_: by parameter, this rank's shard, 1-D.
             dtype, device: of the stacks.
-            starts: by parameter, the first element in ``locals_``, if that is not this rank's whole part.
+            starts: by parameter, the first element in ``locals_``, if that is not this rank's whole shard.
 
         Returns:
             A function that waits, and returns the stacks that this rank owns: new tensors of (count, rows, cols).
@@ -303,8 +296,8 @@ class Exchange:
         wholes = [torch.empty(stack.numel, dtype=dtype, device=device) for stack in self.owned]
         _copy([wholes[piece.stack][piece.start : piece.stop] for piece in self._kept], [*map(of, self._kept)])
         sent = torch.empty(self.num_sent, dtype=dtype, device=device)
-        parts = [*map(of, self._sent)]
-        _copy(sent.split([part.numel() for part in parts]), parts)
+        sources = [*map(of, self._sent)]
+        _copy(sent.split([source.numel() for source in sources]), sources)
         received, wait = self._move(sent, self._received_sizes, self._sent_sizes, transport, label)
 
         def finish() -> list[torch.Tensor]:
@@ -328,20 +321,19 @@ class Exchange:
         """Start to move results, shaped like the stacks that this rank owns, to the ranks that have the parameters.
 
         Returns:
-            A function that waits, and returns (parameter, start, elements) of this rank's parts; without ``with_kept``,
-            of those that other ranks have computed.
+            A function that waits, and returns (parameter, start, elements) of this rank's shards; without
+            ``with_kept``, of what other ranks have computed of them.
         """
         flats = [result.reshape(-1) for result in results]
         kept = self.kept_of(results) if with_kept else []
-        parts = [flats[piece.stack][piece.start : piece.stop] for piece in self._received]
-        sent = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+        sources = [flats[piece.stack][piece.start : piece.stop] for piece in self._received]
+        sent = torch.cat(sources) if sources else torch.empty(0, dtype=dtype, device=device)
         received, wait = self._move(sent, self._sent_sizes, self._received_sizes, transport, label)
 
         def finish() -> list[tuple[int, int, torch.Tensor]]:
             wait()
-            parts = received.split([piece.numel for piece in self._sent])
-            arrived = zip(self._sent, parts, strict=True)
-            return kept + [(piece.param, piece.local, part) for piece, part in arrived]
+            arrived = zip(self._sent, received.split([piece.numel for piece in self._sent]), strict=True)
+            return kept + [(piece.param, piece.local, elements) for piece, elements in arrived]
 
         return finish
 
@@ -360,24 +352,17 @@ class Exchange:
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         received = sent.new_empty(sum(received_sizes))
         if not self.num_moved:
-            return received, _nothing
-        with noticing_loss(transport.group, _what(label)):
+            return received, lambda: None
+        what = f"the exchange of {label} in an optimizer's step"
+        with noticing_loss(transport.group, what):
             work = transport.all_to_all(received, sent, received_sizes, sent_sizes, self.num_moved, label)
-        return received, partial(_wait, work, transport, label, sent)
+        return received, partial(_wait, work, transport, what, sent)
 
 
-def _wait(work: Work, transport: Transport, label: Label, _sent: torch.Tensor) -> None:
+def _wait(work: Work, transport: Transport, what: str, _sent: torch.Tensor) -> None:
     # ``_sent`` must live as long: on an accelerator the collective may still read it.
-    with noticing_loss(transport.group, _what(label)):
+    with noticing_loss(transport.group, what):
         work.wait()
-
-
-def _what(label: Label) -> str:
-    return f"the exchange of {label} in an optimizer's step"
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -391,7 +376,7 @@ def name_of(param: torch.Tensor) -> str:
 
 
 def local_gradient(optimizer: str, param: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient of ``param``. Raises ValueError unless it is sharded like the parameter."""
+    """This rank's shard of the gradient of ``param``. Raises ValueError unless it is sharded like the parameter."""
     grad, local = local_of(param.grad), local_of(param)
     if grad.shape != local.shape or grad.is_sparse:
         raise MisuseError(
@@ -401,12 +386,10 @@ def local_gradient(optimizer: str, param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def refuse_other_part(what: str, param: torch.Tensor, name: str, value: Any) -> None:
-    """Raise ValueError unless loaded state, of the shape of a parameter or 0-dimensional, is this rank's part of it."""
-    here, there = (
-        tuple(local_of(param).shape),
-        tuple(local_of(value).shape) if isinstance(value, torch.Tensor) else None,
-    )
+def refuse_other_shard(what: str, param: torch.Tensor, name: str, value: Any) -> None:
+    """Raise ValueError unless loaded state, of the shape of a parameter or 0-dimensional, is this rank's shard."""
+    here = tuple(local_of(param).shape)
+    there = tuple(local_of(value).shape) if isinstance(value, torch.Tensor) else None
     is_alike = not isinstance(value, DTensor) or value.placements == getattr(param, "placements", None)
     if (name != "step" or there != ()) and not (here == there and is_alike):
         raise MisuseError(
@@ -416,12 +399,13 @@ def refuse_other_part(what: str, param: torch.Tensor, name: str, value: Any) -> 
         )
 
 
-def refuse_block_rows(name: str, rows: int, block_rows: int) -> None:
-    """Raise ValueError if a matrix of so many rows does not consist of whole blocks."""
+def refuse_block_rows(param: torch.Tensor, block_rows: int) -> None:
+    """Raise ValueError if a matrix does not consist of whole blocks."""
+    rows = (*_ONE_ROW, *param.shape)[-2]
     if block_rows < 1 or rows % block_rows:
         raise MisuseError(
-            f"block_rows={block_rows}, but {name} has {rows} rows, which are no whole number of such blocks: give "
-            "parameters with other blocks a parameter group of their own"
+            f"block_rows={block_rows}, but {name_of(param)} has {rows} rows, which are no whole number of such blocks: "
+            "give parameters with other blocks a parameter group of their own"
         )
 
 
@@ -447,18 +431,15 @@ class MatrixShape(NamedTuple):
     cols: int
 
 
-def shape_of(param: torch.Tensor, name: str, block_rows: int | None) -> MatrixShape:
+def shape_of(param: torch.Tensor, block_rows: int | None) -> MatrixShape:
     whole_rows, cols = (*_ONE_ROW, *param.shape)[-2:]
     if block_rows is not None:
-        refuse_block_rows(name, whole_rows, block_rows)
+        refuse_block_rows(param, block_rows)
     rows = block_rows or whole_rows
     cost = rows * cols * min(rows, cols)
     inner, counts, start, own = _placement_of(param)
     cut = {} if own is None else cut_dims(own)
-    num_cuts = 1
-    for dim, cut_dim in cut.items():
-        if cut_dim == 1:
-            num_cuts *= 1 if own is None else own.mesh.size(dim)
+    num_cuts = prod([own.mesh.size(dim) for dim, cut_dim in cut.items() if own is not None and cut_dim == 1])
     is_in_blocks = block_rows is not None and whole_rows % (block_rows * num_cuts) == 0
     is_cut = any(dim == 2 or (dim == 1 and not is_in_blocks) for dim in cut.values())
     if not is_cut:
@@ -485,7 +466,7 @@ def _refuse_strides(spec: DTensorSpec) -> None:
 
 
 def _placement_of(param: torch.Tensor) -> tuple[tuple[int, ...], RunLengths, int, DTensorSpec | None]:
-    """The shape that the shard group of a parameter shares, what each rank has of it, where this rank's part starts,
+    """The shape that the shard group of a parameter shares, what each rank has of it, where this rank's shard starts,
     and how tensor parallelism has placed it."""
     if isinstance(param, RaggedDTensor):
         place, spec = handle_of(param), param._spec
@@ -494,13 +475,8 @@ def _placement_of(param: torch.Tensor) -> tuple[tuple[int, ...], RunLengths, int
         own = None if place is None or place[0].tensor_parallel is None else place[0].tensor_parallel.specs[place[1]]
         counts = spec.ragged.counts.times(spec.ragged.unit_numel(tuple(spec.inner_shape)))
         return tuple(spec.inner_shape), counts, spec.element_range[0], own
-    local = local_of(param)
-    return (
-        tuple(local.shape),
-        RunLengths([(local.numel(), 1)]),
-        0,
-        dtensor_spec(param) if isinstance(param, DTensor) else None,
-    )
+    local, own = local_of(param), dtensor_spec(param) if isinstance(param, DTensor) else None
+    return tuple(local.shape), RunLengths([(local.numel(), 1)]), 0, own
 
 
 def _planned_of(param: torch.Tensor, item: Matrices) -> Matrices:
@@ -537,8 +513,8 @@ def gather_cut(member: Member, content: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def own_part(member: Member, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of matrices that tensor parallelism has cut. No communication."""
+def own_cut(member: Member, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank has of matrices that tensor parallelism has cut. No communication."""
     spec, (placements, shape) = member.shape.spec, _cut_of(member, whole.size(0))
     assert spec is not None
     sizes, offsets = compute_local_shape_and_global_offset(shape, spec.mesh, placements)
@@ -560,7 +536,7 @@ class Bucket:
     exchange: Exchange  # of this replica's matrices
     # For each replica, the (parameter, start, number of elements) of what this rank gets from it, if replicas share the
     # work.
-    parts: list[list[tuple[int, int, int]]]
+    by_replica: list[list[tuple[int, int, int]]]
     slices: list[tuple[int, int, int]]  # what this rank has of the parameters: (parameter, start, number of elements)
 
 
@@ -602,11 +578,9 @@ class Plan:
     @property
     def replica(self) -> int:
         mesh = self.mesh
-        return (
-            0
-            if mesh is None or mesh.replicate_group is None or not self.splits_replicas
-            else mesh.replicate_group.rank()
-        )
+        if mesh is None or mesh.replicate_group is None or not self.splits_replicas:
+            return 0
+        return mesh.replicate_group.rank()
 
     @property
     def num_replicas(self) -> int:
@@ -647,16 +621,17 @@ class Plan:
         starts = [member.shape.start for member in self.members]
         for pieces in self._pieces(present):
             stacks: list[Stack] = []
-            parts: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_replicas)]
+            by_replica: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_replicas)]
             for i, chosen in pieces:
-                item = self.members[i].shape.matrices
-                stacks += stacks_of(i, item, self.owners[i], chosen)
-                if self.num_replicas > 1:
-                    for k, start, numel in _overlaps(item, chosen, starts[i], self.rank):
-                        parts[self.replicas[i][k]].append((i, start, numel))
+                shape = self.members[i].shape
+                stacks += stacks_of(i, shape.matrices, self.owners[i], chosen)
+                for k in chosen if self.num_replicas > 1 else ():
+                    start, numel = _slice(shape, range(k, k + 1), self.rank)
+                    if numel:
+                        by_replica[self.replicas[i][k]].append((i, start, numel))
             exchange = Exchange(stacks, self.rank, self.num_ranks, starts)
             slices = [(i, *_slice(self.members[i].shape, chosen, self.rank)) for i, chosen in pieces]
-            yield Bucket(exchange, parts, slices)
+            yield Bucket(exchange, by_replica, slices)
 
     def _pieces(self, present: bytes) -> Iterator[list[tuple[int, range]]]:
         """Cut the matrices into buckets: parameters, and which of their matrices."""
@@ -707,16 +682,7 @@ def owners_by_param() -> OwnersByParam:
 
 
 def _slice(shape: MatrixShape, chosen: range, rank: int) -> tuple[int, int]:
-    """What this rank has of some adjacent matrices: the first element in its part, and how many."""
+    """What this rank has of some adjacent matrices: the first element in its shard, and how many."""
     item, start = shape.matrices, shape.start
     begin, end = (min(max(start, k * item.numel), start + item.counts[rank]) for k in (chosen.start, chosen.stop))
     return begin - start, end - begin
-
-
-def _overlaps(item: Matrices, chosen: range, start: int, rank: int) -> Iterator[tuple[int, int, int]]:
-    """For each of some matrices of which this rank has a part: its number, where the part is, and how long."""
-    stop = start + item.counts[rank]
-    for k in chosen:
-        begin, end = max(start, k * item.numel), min(stop, (k + 1) * item.numel)
-        if end > begin:
-            yield k, begin - start, end - begin

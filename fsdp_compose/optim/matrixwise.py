@@ -1,7 +1,7 @@
 """``Matrixwise``: any optimizer of plain matrices, unmodified, for sharded parameters.
 
 Every matrix has an owner, as under ``Muon`` (see ``matrices``). In a step, parameters and gradients are gathered at
-their owners, the optimizer that the user makes steps there, over whole matrices, and each rank gets its parts back::
+their owners, the optimizer that the user makes steps there, over whole matrices, and each rank gets its shards back::
 
     shards of all ranks  -- parameters, gradients -->  owners: the user's optimizer steps  -- parameters -->  shards
 
@@ -45,7 +45,7 @@ from .matrices import (
     Plan,
     gather_cut,
     name_of,
-    own_part,
+    own_cut,
     refuse_block_rows,
     shape_of,
 )
@@ -200,9 +200,14 @@ class Matrixwise(MatrixOptimizer):
         """
         head = [f"optimizers {self._classes}"]
         options = ["block_rows", *dict.fromkeys(chain.from_iterable(self._hyperparameters))]
-        loss, known, gradients = begin_step(self, closure, self._plan_and_make, head, options)
+        loss, gradients = begin_step(self, closure, self._plan_and_make, head, options)
+        known = self._known
         try:
-            moved = [_Moved(plan, numbers, gradients) for plan, numbers in zip(known.plans, known.numbers, strict=True)]
+            moved = [
+                _Moved(plan, numbers, gradients)
+                for plan, numbers in zip(known.plans, known.numbers, strict=True)
+                if any(id(member.param) in gradients for member in plan.members)
+            ]
             for item in moved:
                 item.gather(self._wholes)
             self._step_together(known)
@@ -210,7 +215,7 @@ class Matrixwise(MatrixOptimizer):
                 item.scatter()
         finally:
             for whole in self._wholes.values():
-                whole.data, whole.grad = _no_memory(whole), None
+                whole.data, whole.grad = whole.new_zeros(()).expand(whole.shape), None  # without memory
         note_write_of_all_ranks([param for param in known.trained.params if param.grad is not None])
         self._show()
         return loss
@@ -224,8 +229,8 @@ class Matrixwise(MatrixOptimizer):
             for bucket in buckets_of(plan):
                 exchange = bucket.exchange
                 # Values and gradients, whole at this rank; and either of them on its way.
-                stacked = sum([stack.numel for stack in exchange.owned])
-                temporary += plan.ns_dtype.itemsize * (2 * stacked + exchange.num_sent + exchange.num_received)
+                numel = 2 * exchange.num_owned + exchange.num_sent + exchange.num_received
+                temporary += plan.ns_dtype.itemsize * numel
         return report_of("Matrixwise", plans, 3, temporary)
 
     # ---- What is planned once
@@ -244,12 +249,12 @@ class Matrixwise(MatrixOptimizer):
             self._known = known
         return self._known
 
-    def _plan_and_make(self) -> _Known:
+    def _plan_and_make(self) -> Trained:
         """What can fail on this rank alone before a step: ``make`` is the user's."""
-        known = self._plan()
+        trained = self._plan().trained
         if not self._is_made:
-            self._make_own([self.state.get(param, {}) for param in known.trained.params])
-        return known
+            self._make_own([self.state.get(param, {}) for param in trained.params])
+        return trained
 
     # ---- The user's optimizers, at owners
 
@@ -379,7 +384,7 @@ class Matrixwise(MatrixOptimizer):
     def place_state(
         self, param: torch.Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Return an uninitialized tensor that is placed as this optimizer keeps a part of its state, whole at the
+        """Return an uninitialized tensor that is placed as this optimizer keeps a value in its state, whole at the
         owner; ``None`` if that is no state of a matrix. Checkpoints ask.
 
         Ranks: any; nothing is communicated.
@@ -517,7 +522,7 @@ class _Known:
         return self.places[number[0]][0].device
 
     def placed(self, number: _Number, shape: Sequence[int], local: torch.Tensor) -> torch.Tensor:
-        """Return a part of the state of a matrix: a tensor that lies whole at its owner.
+        """Return a value in the state of a matrix: a tensor that lies whole at its owner.
 
         Args:
             local: all of it at the owner, nothing elsewhere; its shape does not matter.
@@ -535,7 +540,7 @@ class _Known:
         return placed
 
     def placements(self, number: _Number, shape: Sequence[int]) -> list[Placement]:
-        """How a part of the state of a matrix of a sharded parameter lies."""
+        """How a value in the state of a matrix of a sharded parameter lies."""
         param, (plan, _) = self.trained.params[number[0]], self.places[number[0]]
         assert isinstance(param, DTensor)
         owner, rows = self.owner(number), shape[0] if shape else 1
@@ -549,45 +554,42 @@ def _known_of(key: object, groups: Sequence[dict[str, Any]]) -> _Known:
     positions: list[tuple[Any, int]] = []
     for number, group in enumerate(groups):
         for param in group["params"]:
-            place = handle_of(param)
-            handle = None if place is None else place[0]
+            handle, _ = handle_of(param) or (None, 0)
             where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group), param.dtype
-            member = Member(param, number, shape_of(param, name_of(param), group["block_rows"]))
             positions.append((where, len(members.setdefault(where, (handle, []))[1])))
-            members[where][1].append(member)
+            members[where][1].append(Member(param, number, shape_of(param, group["block_rows"])))
             known.groups.append(number)
     plans = {where: Plan(found, handle, False, _ONE_BUCKET, where[1]) for where, (handle, found) in members.items()}
     known.plans += plans.values()
     known.places += [(plans[where], n) for where, n in positions]
     known.numbers += [[i for i, (other, _) in enumerate(known.places) if other is plan] for plan in known.plans]
     for param, number, num_here in zip(known.trained.params, known.groups, known.counts, strict=True):
-        if num_here != _num_matrices(param, groups[number]["block_rows"]):
+        block_rows, num_all = groups[number]["block_rows"], 1
+        if param.dim() > 1:
+            num_all = prod(param.shape[:-2]) * (1 if block_rows is None else param.shape[-2] // block_rows)
+        if num_here != num_all:
             raise MisuseError(
-                f"Matrixwise: tensor or expert parallelism gives this rank {num_here} of the "
-                f"{_num_matrices(param, groups[number]['block_rows'])} matrices of {name_of(param)}: Matrixwise trains "
-                "parameters of which it cuts the matrices, or that it leaves whole. Muon trains these"
+                f"Matrixwise: tensor or expert parallelism gives this rank {num_here} of the {num_all} matrices of "
+                f"{name_of(param)}: Matrixwise trains parameters of which it cuts the matrices, or that it leaves "
+                "whole. Muon trains these"
             )
     return known
 
 
 class _Moved:
-    """The matrices of one plan during a step."""
+    """The matrices of one plan during a step, if any of its parameters has a gradient."""
 
     def __init__(self, plan: Plan, numbers: Sequence[int], gradients: Gradients) -> None:
+        self._plan, self._numbers, self._gradients = plan, numbers, gradients
         present = bytes([id(member.param) in gradients for member in plan.members])
-        self._plan, self._numbers, self._gradients, self._wanted = plan, numbers, gradients, 1 in present
-        if self._wanted:
-            self._label, (bucket,) = plan.exchanges_of(present)
-            self._exchange = bucket.exchange
-            mesh = plan.mesh
-            self._transport = NO_TRANSPORT if mesh is None else mesh.transport.exact.among(mesh.shard_group)
-            self._stacks: list[tuple[torch.Tensor, torch.Tensor]] = []
-            self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._label, (bucket,) = plan.exchanges_of(present)
+        self._exchange, mesh = bucket.exchange, plan.mesh
+        self._transport = NO_TRANSPORT if mesh is None else mesh.transport.exact.among(mesh.shard_group)
+        self._stacks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def gather(self, wholes: Mapping[_Number, nn.Parameter]) -> None:
         """Give this rank's matrices their elements and gradients."""
-        if not self._wanted:
-            return
         params = [member.param for member in self._plan.members]
         # One after the other, so that buffers for what moves exist once at a time.
         values = self._gathered([local_of(param).detach() for param in params])
@@ -616,22 +618,20 @@ class _Moved:
 
     def scatter(self) -> None:
         """Write the matrices to the parameters of all ranks."""
-        if not self._wanted:
-            return
         for target, view in self._given:
             if target.data_ptr() != view.data_ptr():  # the optimizer has assigned to ``.data``
                 view.copy_(target.view(view.shape))
         results = []
         for stack, (content, whole) in zip(self._exchange.owned, self._stacks, strict=True):
             is_cut = whole is not content
-            results.append(own_part(self._plan.members[stack.param], whole) if is_cut else content)
+            results.append(own_cut(self._plan.members[stack.param], whole) if is_cut else content)
         dtype, device = self._plan.ns_dtype, self._plan.device
-        for i, start, part in self._exchange.scatter(results, dtype, device, self._transport, self._label)():
+        for i, start, result in self._exchange.scatter(results, dtype, device, self._transport, self._label)():
             local = local_of(self._plan.members[i].param).detach()
-            if local.numel() == part.numel():  # it may have any strides
-                local.copy_(part.view(local.shape))
+            if local.numel() == result.numel():  # it may have any strides
+                local.copy_(result.view(local.shape))
             else:
-                local.view(-1)[start : start + part.numel()].copy_(part)
+                local.view(-1)[start : start + result.numel()].copy_(result)
 
 
 # ---- Checks, and stand-ins for parameters
@@ -646,13 +646,7 @@ def _check(param: torch.Tensor, block_rows: int | None) -> None:
     if block_rows is not None:
         if param.dim() < 2:
             raise MisuseError(f"Matrixwise(block_rows={block_rows}): {name_of(param)} has {param.dim()} dimension(s)")
-        refuse_block_rows(name_of(param), param.shape[-2], block_rows)
-
-
-def _num_matrices(param: torch.Tensor, block_rows: int | None) -> int:
-    if param.dim() < 2:
-        return 1
-    return prod(param.shape[:-2]) * (1 if block_rows is None else param.shape[-2] // block_rows)
+        refuse_block_rows(param, block_rows)
 
 
 def _stand_in(param: torch.Tensor, block_rows: int | None, device: torch.device | None = None) -> nn.Parameter:
@@ -662,10 +656,6 @@ def _stand_in(param: torch.Tensor, block_rows: int | None, device: torch.device 
         shape = (block_rows, shape[1])
     element = torch.zeros((), dtype=param.dtype, device=local_of(param).device if device is None else device)
     return nn.Parameter(element.expand(shape))
-
-
-def _no_memory(whole: torch.Tensor) -> torch.Tensor:
-    return whole.new_zeros(()).expand(whole.shape)
 
 
 # ---- Values in the state of a matrix

@@ -46,9 +46,9 @@ from .matrices import (
     Stack,
     gather_cut,
     name_of,
-    own_part,
+    own_cut,
     refuse_block_rows,
-    refuse_other_part,
+    refuse_other_shard,
     shape_of,
 )
 from .matrix_report import MatricesReport, buckets_of, report_of
@@ -113,7 +113,7 @@ class Muon(MatrixOptimizer):
     sharded parameters; given equal gradients, with the same result as on whole matrices in one process.
 
     Every matrix is orthogonalized by one of the ranks that share its shards. They send it what they have of the
-    update, in ``ns_dtype``, and get their parts of the result back, in one all-to-all for each bucket and direction.
+    update, in ``ns_dtype``, and get their shards of the result back, in one all-to-all for each bucket and direction.
     Matrices that lie whole on a rank do not move. Parameters of more than two dimensions are stacks of matrices (as of
     experts), their last two dimensions. A parameter group with ``algorithm="adamw"`` is trained by AdamW, for
     parameters that are no matrices, and with ``betas``, ``eps=1e-8`` and ``weight_decay=0.01`` unless it says
@@ -202,7 +202,7 @@ class Muon(MatrixOptimizer):
             _check_options(groups[number])
             for param in own["params"]:
                 for name in _STATE[own["algorithm"]] if state["state"].get(param) else ():
-                    refuse_other_part("Muon.load_state_dict()", param, name, state["state"][param].get(name))
+                    refuse_other_shard("Muon.load_state_dict()", param, name, state["state"][param].get(name))
         known = _Known((), Trained(), [])
         super().__setstate__({**state, "param_groups": [*map(_usual, groups)], "_known": known})
 
@@ -227,8 +227,8 @@ class Muon(MatrixOptimizer):
                 changed.
         """
         head = f"ns_dtype={self._ns_dtype}, bucket_bytes={self._bucket_bytes}, over_replicas={self._over_replicas}"
-        loss, known, gradients = begin_step(self, closure, self._plan, [head], [*_OPTIONS])
-        for plan in known.plans:
+        loss, gradients = begin_step(self, closure, lambda: self._plan().trained, [head], [*_OPTIONS])
+        for plan in self._known.plans:
             self._step_muon(plan, gradients)
         for group in self.param_groups:
             if group["algorithm"] == _ADAMW:
@@ -270,31 +270,21 @@ class Muon(MatrixOptimizer):
         for group in groups:
             _check_options(group)
         # Parameters that were moved or sharded anew have other specs.
-        key = tuple(
-            [
-                (i, id(p), id(getattr(p, "_spec", None)), g["block_rows"])
-                for i, g in enumerate(groups)
-                for p in g["params"]
-            ]
-        )
-        if self._known.key != key:
-            self._known = self._planned(key)
-        return self._known
-
-    def _planned(self, key: object) -> _Known:
+        params = [(i, group, param) for i, group in enumerate(groups) for param in group["params"]]
+        key = [(i, id(param), id(getattr(param, "_spec", None)), group["block_rows"]) for i, group, param in params]
+        if self._known.key == key:
+            return self._known
         members: dict[Any, tuple[FlatParamHandle | None, list[Member]]] = {}
-        for number, group in enumerate(self.param_groups):
-            for param in group["params"] if group["algorithm"] == _MUON else ():
-                place = handle_of(param)
-                handle = None if place is None else place[0]
+        for number, group, param in params:
+            if group["algorithm"] == _MUON:
+                handle, _ = handle_of(param) or (None, 0)
                 where = None if handle is None else (handle.mesh.shard_group, handle.mesh.replicate_group)
-                shape = shape_of(param, name_of(param), group["block_rows"])
-                members.setdefault(where, (handle, []))[1].append(Member(param, number, shape))
-        plans = [
-            Plan(found, handle, self._over_replicas, self._bucket_bytes, self._ns_dtype)
-            for handle, found in members.values()
-        ]
-        return _Known(key, Trained.by(self.param_groups), plans)
+                member = Member(param, number, shape_of(param, group["block_rows"]))
+                members.setdefault(where, (handle, []))[1].append(member)
+        settings = self._over_replicas, self._bucket_bytes, self._ns_dtype
+        plans = [Plan(found, handle, *settings) for handle, found in members.values()]
+        self._known = _Known(key, Trained.by(groups), plans)
+        return self._known
 
     def _step_muon(self, plan: Plan, gradients: Gradients) -> None:
         present = bytes([member.param.grad is not None for member in plan.members])
@@ -330,7 +320,7 @@ class Muon(MatrixOptimizer):
         note_write_of_all_ranks([member.param for member in plan.members if member.param.grad is not None])
 
     def _update(self, plan: Plan, bucket: Bucket, gradients: Gradients) -> dict[int, torch.Tensor]:
-        """Update the momentum of a bucket's matrices. Return this rank's parts of their updates before they are
+        """Update the momentum of a bucket's matrices. Return this rank's shards of their updates before they are
         orthogonalized, by parameter, 1-D, in ``ns_dtype``."""
         by_group: dict[int, list[tuple[int, int, int]]] = {}
         for place in bucket.slices:
@@ -349,22 +339,20 @@ class Muon(MatrixOptimizer):
                     updates[i] = buffer  # is copied on its way
                     continue
                 updates[i] = torch.empty_like(buffer, dtype=plan.ns_dtype)
-                # In parts: each takes memory in its own dtype.
+                # Piece by piece: each takes memory in its own dtype.
                 for update, start, end in zip(*[item.split(most) for item in (updates[i], grad, buffer)], strict=True):
                     update.copy_(start.lerp(end, group["momentum"]))
         return updates
 
     def _momentum_of(self, param: torch.Tensor) -> torch.Tensor:
-        """This rank's part."""
+        """This rank's shard."""
         state = self.state[param]
         if not state:
             assert param.grad is not None
             state["momentum_buffer"] = torch.zeros_like(param.grad, memory_format=torch.contiguous_format)
-        buffer = local_of(state["momentum_buffer"])
-        if not buffer.is_contiguous():  # was loaded so
+        if not local_of(state["momentum_buffer"]).is_contiguous():  # was loaded so
             state["momentum_buffer"] = state["momentum_buffer"].contiguous()
-            buffer = local_of(state["momentum_buffer"])
-        return buffer
+        return local_of(state["momentum_buffer"])
 
 
 # ---- The usual parameter groups
@@ -439,24 +427,22 @@ def _temporary_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
     return."""
     size, most = plan.ns_dtype.itemsize, 0
     for number, bucket in enumerate(buckets):
-        exchange, stacks = bucket.exchange, sum([stack.numel for stack in bucket.exchange.owned])
+        exchange = bucket.exchange
         moving = exchange.num_sent + exchange.num_received
         # What the iterations take for one matrix, or for several small ones: its copy and result, products, workspace.
         largest = max([_taken_together(plan, stack) for stack in exchange.owned], default=0)
         before, after = buckets[number - 1] if number else None, [*buckets[number + 1 : number + 2]]
         returning = 0 if before is None else before.exchange.num_sent + before.exchange.num_received
-        coming = sum([item.exchange.num_sent + item.exchange.num_received + _stacked(item.exchange) for item in after])
+        coming = sum([_in_flight(item.exchange) for item in after])
         updates = sum([numel for item in after for _, _, numel in item.slices])
-        most = max(most, stacks + coming + max(returning + max(updates, 5 * largest), moving))
-    first = buckets[0] if buckets else None
-    if first is not None:
-        exchange, updates = first.exchange, sum([numel for _, _, numel in first.slices])
-        most = max(most, updates + exchange.num_sent + exchange.num_received + _stacked(exchange))
+        most = max(most, exchange.num_owned + coming + max(returning + max(updates, 5 * largest), moving))
+    for first in buckets[:1]:
+        most = max(most, sum([numel for _, _, numel in first.slices]) + _in_flight(first.exchange))
     return size * most
 
 
-def _stacked(exchange: Exchange) -> int:
-    return sum([stack.numel for stack in exchange.owned])
+def _in_flight(exchange: Exchange) -> int:
+    return exchange.num_sent + exchange.num_received + exchange.num_owned
 
 
 def _taken_together(plan: Plan, stack: Stack) -> int:
@@ -553,17 +539,21 @@ def _check_params(group: Mapping[str, Any]) -> None:
         if is_wrapper(param) and not isinstance(param, DTensor):
             raise MisuseError(f"Muon: {name_of(param)} is a {type(param).__name__}, which is no plain matrix")
         if group["block_rows"] is not None:
-            refuse_block_rows(name_of(param), param.shape[-2], group["block_rows"])
+            refuse_block_rows(param, group["block_rows"])
 
 
 def _compute(plan: Plan, owned: Sequence[Stack], stacks: Sequence[torch.Tensor], groups: Sequence[Any]) -> None:
     """Orthogonalize the stacks that this rank owns, in place."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for stack, content in zip(owned, stacks, strict=True):
-        group, shape = groups[plan.members[stack.param].group], plan.members[stack.param].shape
+        member = plan.members[stack.param]
+        group, shape = groups[member.group], member.shape
         how = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
         if shape.spec is not None:
-            content.copy_(_compute_cut(plan.members[stack.param], content, how))
+            # Tensor parallelism has cut it: its ranks gather it, and each keeps what it has of the result.
+            whole = gather_cut(member, content)
+            result = orthogonalize(whole.contiguous().view(-1, shape.rows, whole.size(2)), *how)
+            content.copy_(own_cut(member, result.reshape(whole.shape)))
         else:
             alike.setdefault((content.shape[1:], how), []).append(content)
     for ((rows, cols), how), contents in alike.items():
@@ -587,59 +577,52 @@ def _packed(chunks: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Te
         yield packed
 
 
-def _compute_cut(member: Member, content: torch.Tensor, how: Any) -> torch.Tensor:
-    """Matrices that tensor parallelism has cut: its ranks gather them, and each keeps its part of the result."""
-    whole = gather_cut(member, content)
-    result = orthogonalize(whole.contiguous().view(-1, member.shape.rows, whole.size(2)), *how)
-    return own_part(member, result.reshape(whole.shape))
-
-
 def _arrived(
     plan: Plan, bucket: Bucket, arrive: Callable[[], list[tuple[int, int, torch.Tensor]]], label: Label
 ) -> list[tuple[int, int, torch.Tensor]]:
-    """The results for this rank's parts, also those of other replicas."""
-    parts, mesh = arrive(), plan.mesh
+    """The results for this rank's shards, also those of other replicas."""
+    results, mesh = arrive(), plan.mesh
     if plan.num_replicas == 1 or mesh is None or mesh.replica_transport is None or mesh.replicate_group is None:
-        return parts
-    numels = [sum([numel for _, _, numel in of_replica]) for of_replica in bucket.parts]
+        return results
+    numels = [sum([numel for _, _, numel in of_replica]) for of_replica in bucket.by_replica]
     ranges = [*pairwise(accumulate(numels, initial=0))]
     device = plan.device
     mine = torch.empty(numels[plan.replica], dtype=plan.ns_dtype, device=device)
     offsets, offset = {}, 0
-    for param, start, numel in bucket.parts[plan.replica]:
+    for param, start, numel in bucket.by_replica[plan.replica]:
         offsets[param, start] = offset
         offset += numel
-    for param, start, part in parts:  # adjacent matrices may have arrived as one
+    for param, start, result in results:  # adjacent matrices may have arrived as one
         offset = offsets[param, start]
-        mine[offset : offset + part.numel()] = part
+        mine[offset : offset + result.numel()] = result
     whole = torch.empty(sum(numels), dtype=plan.ns_dtype, device=device)
     transport = mesh.replica_transport.among(mesh.replicate_group)
     with noticing_loss(mesh.replicate_group, f"the exchange of {label} between replicas in an optimizer's step"):
         transport.gather(whole, mine, ranges, True, label)
-    everything = [place for of_replica in bucket.parts for place in of_replica]
+    everything = [place for of_replica in bucket.by_replica for place in of_replica]
     pieces = whole.split([numel for _, _, numel in everything])
     return [(param, start, piece) for (param, start, _), piece in zip(everything, pieces, strict=True)]
 
 
-def _apply(plan: Plan, parts: Sequence[tuple[int, int, torch.Tensor]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Write results to this rank's parts of the parameters."""
+def _apply(plan: Plan, results: Sequence[tuple[int, int, torch.Tensor]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Write results to this rank's shards of the parameters."""
     alike: dict[tuple[int, float, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     flats: dict[int, torch.Tensor] = {}
-    for i, start, part in parts:
-        if not part.numel():
+    for i, start, result in results:
+        if not result.numel():
             continue
         member = plan.members[i]
         local, group = local_of(member.param), groups[member.group]
         if i not in flats:
             flats[i] = local.reshape(-1)  # of a plain parameter with other strides, a copy
-        target = flats[i][start : start + part.numel()]
+        target = flats[i][start : start + result.numel()]
         rate = _adjusted(float(group["lr"]), group["adjust_lr_fn"], member.shape.rows, member.shape.cols)
         targets, updates = alike.setdefault((member.group, rate, local.dtype), ([], []))
-        part = part.to(local.device)
+        result = result.to(local.device)
         # On the CPU torch (2.13) converts all of a tensor before it adds it to one of another dtype.
-        most = plan.most_together if part.dtype != local.dtype else part.numel()
+        most = plan.most_together if result.dtype != local.dtype else result.numel()
         targets += target.split(most)
-        updates += part.split(most)
+        updates += result.split(most)
     for (number, rate, _), (targets, updates) in alike.items():
         decay = 1 - float(groups[number]["lr"]) * groups[number]["weight_decay"]
         if targets[0].dtype.itemsize >= 4:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ _WITH, _WITHOUT = "with a gradient", "without a gradient"
 
 
 Gradients = dict[int, torch.Tensor]
-"""This rank's parts of gradients, by the id of the parameter."""
+"""This rank's shards of gradients, by the id of the parameter."""
 
 
 @dataclass(eq=False)
@@ -67,30 +67,22 @@ class Trained:
         return [*dict.fromkeys([item.mesh.peers for item in self.handles if item.mesh.has_peers])]
 
 
-class _Known(Protocol):
-    @property
-    def trained(self) -> Trained: ...
-
-
-_Plan = TypeVar("_Plan", bound=_Known)
-
-
 def begin_step(
     optimizer: Optimizer,
     closure: Callable[[], Any] | None,
-    plan: Callable[[], _Plan],
+    plan: Callable[[], Trained],
     head: Sequence[str],
     options: Sequence[str],
-) -> tuple[Any, _Plan, Gradients]:
+) -> tuple[Any, Gradients]:
     """Do what can fail on one rank, and return it once all ranks have, and are about to do the same: what ``closure``
-    returned, the plan, and this rank's parts of the gradients.
+    returned, and this rank's shards of the gradients.
 
     Ranks: all that have the parameters.
 
     Args:
         optimizer: that steps.
         closure: computes the loss again.
-        plan: what else comes before anything is sent; it changes nothing that a user sees.
+        plan: what else comes before anything is sent; it changes nothing that a user sees, and tells what is trained.
         head: lines that must be equal on all ranks; ``options``: entries of parameter groups that must be, too.
 
     Raises:
@@ -98,14 +90,13 @@ def begin_step(
         Exception: on this rank, what ``closure`` or ``plan`` raised; RuntimeError, ValueError: a gradient is not
             reduced, or is not sharded like its parameter.
     """
-    name, loss, known, gradients, error = type(optimizer).__name__, None, None, Gradients(), None
+    name, loss, gradients, error = type(optimizer).__name__, None, Gradients(), None
     trained, digest, agreed = Trained(), b"", [*head]
     try:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        known = plan()
-        trained = known.trained
+        trained = plan()
         refuse_unreduced(f"{name}.step()", trained.params)
         gradients = {id(p): local_gradient(name, p) for p in trained.params if p.grad is not None}
         if trained.peers():
@@ -116,8 +107,7 @@ def begin_step(
     except Exception as caught:  # the others wait for this rank: they are told
         error, trained = caught, trained if trained.params else Trained.by(optimizer.param_groups)
     agree_on_step(f"{name}.step()", trained.peers(), digest, lambda: [*agreed, *_lines(trained)], error)
-    assert known is not None, "agree_on_step() raises the error"
-    return loss, known, gradients
+    return loss, gradients
 
 
 def _options_of(trained: Trained, groups: Sequence[Mapping[str, Any]], options: Sequence[str]) -> list[str]:
@@ -194,9 +184,15 @@ def _explain(
             which, why = (0, problem) if problem else (rank, other_problem)
             return f"{what}: rank {which} cannot step, so no rank does: {why}. {_CHANGED}"
         first, second = next(pair for pair in zip_longest(mine, others, fillvalue="nothing") if pair[0] != pair[1])
+        remedy = "Make the optimizer with the same parameters and options, in the same order, on every rank"
+        if first.removesuffix(_WITH).removesuffix(_WITHOUT) == second.removesuffix(_WITH).removesuffix(_WITHOUT):
+            remedy = (
+                "A backward gives all ranks gradients for the same parameters: do not set .grad to None, or to a "
+                "tensor, on some ranks only"
+            )
         return (
-            f"{what}: ranks differ in what they train: rank 0 has {first}, rank {rank} has {second}. "
-            f"{_remedy(first, second)}. {_CHANGED}"
+            f"{what}: ranks differ in what they train: rank 0 has {first}, rank {rank} has {second}. {remedy}. "
+            f"{_CHANGED}"
         )
 
     try:
@@ -211,27 +207,18 @@ def _explain(
     raise RanksDifferError(f"{what}: ranks differ in what they train. {_CHANGED}")
 
 
-def _remedy(first: str, second: str) -> str:
-    if first.removesuffix(_WITH).removesuffix(_WITHOUT) == second.removesuffix(_WITH).removesuffix(_WITHOUT):
-        return (
-            "A backward gives all ranks gradients for the same parameters: do not set .grad to None, or to a tensor, "
-            "on some ranks only"
-        )
-    return "Make the optimizer with the same parameters and options, in the same order, on every rank"
-
-
 def _compare_collectives(what: str, group: dist.ProcessGroup) -> None:
     """Raise, on every rank. Ranks: all, of which some are in another exchange (``core/runtime/agreement``)."""
     place = f"the start of {what}"
 
     def explain(rank: int, _: str, theirs: str) -> str:
         there = theirs.split("\n")[-1].partition("\t")[2].replace("\t", " of ")
-        return f"{what}: rank 0 is at {place}, rank {rank} at {there}. {_CHANGED} by this step. {_TOGETHER}"
+        return (
+            f"{what}: rank 0 is at {place}, rank {rank} at {there}. {_CHANGED} by this step. All ranks must decide "
+            "together whether to step, by all-reducing a flag"
+        )
 
     meet(group, "comparing collectives", f"{place}\t{place}", lambda _: "", f"{place}\t{place}", explain)
-
-
-_TOGETHER = "All ranks must decide together whether to step, by all-reducing a flag"
 
 
 def share_changes(what: str, group: dist.ProcessGroup, news: str) -> list[str]:

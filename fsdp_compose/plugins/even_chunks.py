@@ -101,12 +101,12 @@ class ChunkedLayout(FlatLayout):
         return shards
 
     def views_of_range(self, shards: torch.Tensor, indices: range) -> list[torch.Tensor]:
-        parts, first = shards.view(self.world_size, -1), self.params[indices.start].offset
+        by_rank, first = shards.view(self.world_size, -1), self.params[indices.start].offset
         found = []
         for index in indices:
             param = self.params[index]
             start = (param.offset - first) // self.world_size
-            chunks = parts[:, start : start + self.chunk_numel(index)].reshape(-1)
+            chunks = by_rank[:, start : start + self.chunk_numel(index)].reshape(-1)
             found.append(self.whole_of(index, chunks[: param.numel]))
         return found
 
@@ -118,14 +118,14 @@ class ChunkedLayout(FlatLayout):
         begins, lengths = (torch.tensor(item, device=positions.device) for item in (starts, chunks))
         rank, place = positions // numel, positions % numel
         index = torch.searchsorted(begins, place, right=True) - 1
+        within = place - begins[index]
+        found = rank * lengths[index] + within
         if any(self.dims[i] for i in indices):
             blocks = [math.prod(self.params[i].shape[self.dims[i] :]) // self.world_size for i in indices]
             block = torch.tensor(blocks, device=positions.device)[index]
-            within = place - begins[index]
             is_cut = torch.tensor([self.dims[i] > 0 for i in indices], device=positions.device)[index]
-            moved = (within // block * self.world_size + rank) * block + within % block
-            return begins[index] * self.world_size + torch.where(is_cut, moved, rank * lengths[index] + within)
-        return begins[index] * (self.world_size - 1) + rank * lengths[index] + place
+            found = torch.where(is_cut, (within // block * self.world_size + rank) * block + within % block, found)
+        return begins[index] * self.world_size + found
 
     def _padded(self, index: int) -> int:
         """Elements between the start of a parameter's chunk and the next one's."""
@@ -157,10 +157,10 @@ class ChunkedLayout(FlatLayout):
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat parameter: its pieces, by rank."""
-        parts = zip(flat.split([size * self.world_size for size in self._sizes]), self._rows, strict=True)
+        pieces = zip(flat.split([size * self.world_size for size in self._sizes]), self._rows, strict=True)
         if not any(self.dims):
-            return [part.view(self.world_size, -1) for part, _ in parts]
-        return [part.view(rows, self.world_size, -1).transpose(0, 1) for part, rows in parts]
+            return [piece.view(self.world_size, -1) for piece, _ in pieces]
+        return [piece.view(rows, self.world_size, -1).transpose(0, 1) for piece, rows in pieces]
 
     def copying_from_shards(self, shards: torch.Tensor, pieces: list[torch.Tensor]) -> Callable[[], object]:
         """A function that fills the pieces of a flat parameter with the shards of all ranks, one after the other."""
@@ -176,8 +176,8 @@ class ChunkedLayout(FlatLayout):
             torch.cat(self.pieces(flat), 1, out=shards.view(self.world_size, -1))
 
     def _pieces_of_shards(self, shards: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(shards.view(self.world_size, -1).split(self._sizes, 1), self._rows, strict=True)
-        return [part.unflatten(1, (rows, -1)) for part, rows in parts]
+        pieces = zip(shards.view(self.world_size, -1).split(self._sizes, 1), self._rows, strict=True)
+        return [piece.unflatten(1, (rows, -1)) for piece, rows in pieces]
 
     def over(self, mesh: DataParallelMesh) -> DataParallelMesh:
         """The mesh for a flat parameter with this layout."""
@@ -242,7 +242,7 @@ class ChunkTransport(TransportWrapper):
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
         shards = self.layout.as_shards(whole)
         work = self.inner.reduce_scatter(shard, shards, is_average, label)
-        return finish_with(work, whole.device, _nothing, shards)
+        return finish_with(work, whole.device, lambda: None, shards)
 
     def gather(
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Any], is_everywhere: bool, label: Label
@@ -251,6 +251,3 @@ class ChunkTransport(TransportWrapper):
         self.inner.gather(shards, part, ranges, is_everywhere, label)
         if whole is not None and shards is not None:
             self.layout.copying_from_shards(shards, self.layout.pieces(whole))()
-
-
-def _nothing() -> None: ...

@@ -599,7 +599,7 @@ def test_stacks_cover_every_element_once(num_ranks):
             found = []
             for stack in stacks_of(i, item, owners):
                 assert stack.start % item.numel == 0 and 0 <= stack.owner < num_ranks
-                for rank, start, stop in stack.parts:
+                for rank, start, stop in stack.ranges:
                     first, last = stack.start + start, stack.start + stop
                     assert ranges[rank][0] <= first < last <= ranges[rank][1]
                     found.append((first, last))

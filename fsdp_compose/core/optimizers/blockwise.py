@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,32 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from ..._arguments import checked
-from ...errors import MisuseError, MisuseTypeError
+from ...errors import MisuseError
 from ..flat import Granule, handle_of, handle_of_segment, local_of
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, RunLengths
 
-_Class = TypeVar("_Class", bound=type[Optimizer])
-
-_blocks: dict[type[Optimizer], int] = {}
-
-
-def check_blockwise(optimizer: type[Optimizer], block: int) -> None:
-    """Raise TypeError or ValueError unless this is an optimizer class and a size."""
-    if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
-        raise MisuseTypeError(f"declare_blockwise(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
-    if type(block) is not int or block < 1:
-        raise MisuseError(f"declare_blockwise(block={block!r}): expected a number of elements above 0")
-
-
-def record_blockwise(optimizer: type[Optimizer], block: int) -> None:
-    _blocks[optimizer] = block
+declared: dict[type[Optimizer], int] = {}
+"""The classes that were declared block-wise, with their block sizes."""
 
 
 def block_of(optimizer: Optimizer) -> int | None:
     """The block size of an optimizer whose class, or a base of it, was declared block-wise."""
-    if not _blocks:
+    if not declared:
         return None
-    return next((_blocks[cls] for cls in type(optimizer).__mro__ if cls in _blocks), None)
+    return next((declared[cls] for cls in type(optimizer).__mro__ if cls in declared), None)
 
 
 def num_blocks(numel: int, block: int) -> int:
@@ -85,41 +71,35 @@ def zeros_per_block(param: torch.Tensor, block: int = 256, dtype: torch.dtype = 
         placements = param._spec.with_ragged(RaggedShard(blocks))
         return RaggedDTensor(local, RaggedSpec.make(param.device_mesh, placements, (blocks.total,), dtype))
     # A whole flat view has equally many elements on each rank.
-    shape = torch.Size((local.numel() * prod(_shard_sizes(param)),))
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    numel = local.numel() * prod([size for placement, size in sizes if placement.is_shard()])
     placed: torch.Tensor = DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=(1,)
+        local, param.device_mesh, param.placements, run_check=False, shape=torch.Size((numel,)), stride=(1,)
     )
     return placed
 
 
-def _shard_sizes(param: DTensor) -> list[int]:
-    """The sizes of the mesh dimensions that shard a parameter."""
-    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
-    return [size for placement, size in sizes if placement.is_shard()]
-
-
 def refuse_divided_blocks(param: torch.Tensor, block: int, what: str) -> None:
-    """Raise ValueError if blocks of a parameter, counted from its start, are not those of this rank's part."""
+    """Raise ValueError if blocks of a parameter, counted from its start, are not those of this rank's shard."""
     handle = handle_of_segment(param)
-    if handle is not None:
-        layout, numel = handle.layout, handle.layout.shard_numel
-        segment = next(item for item in handle.segments if item.parameter is param)
-        begin = 0 if segment.is_whole else layout.params[segment.sharded_params[0]].offset
-        for index in segment.sharded_params:
-            offset = layout.params[index].offset
-            if layout.in_chunks:  # each rank has a chunk of each
-                position = (offset - begin) // layout.world_size
-            else:
-                position = offset - max(begin, offset // max(1, numel) * numel)  # on the rank that has its start
-            if position % block:
-                raise MisuseError(
-                    f"{what}: in the flat view of a rank, {handle.name_of(index)} begins at element {position}, which "
-                    f"divides a block of {block}: give the optimizer the sharded parameters themselves, "
-                    "model.parameters()"
-                )
-            _refuse_divided(handle.sharded_params[index], block, what)
+    if handle is None:
+        _refuse_divided(param, block, what)
         return
-    _refuse_divided(param, block, what)
+    layout, numel = handle.layout, handle.layout.shard_numel
+    segment = next(item for item in handle.segments if item.parameter is param)
+    begin = 0 if segment.is_whole else layout.params[segment.sharded_params[0]].offset
+    for index in segment.sharded_params:
+        offset = layout.params[index].offset
+        if layout.in_chunks:  # each rank has a chunk of each
+            position = (offset - begin) // layout.world_size
+        else:
+            position = offset - max(begin, offset // max(1, numel) * numel)  # on the rank that has its start
+        if position % block:
+            raise MisuseError(
+                f"{what}: in the flat view of a rank, {handle.name_of(index)} begins at element {position}, which "
+                f"divides a block of {block}: give the optimizer the sharded parameters themselves, model.parameters()"
+            )
+        _refuse_divided(handle.sharded_params[index], block, what)
 
 
 def _refuse_divided(param: torch.Tensor, block: int, what: str) -> None:

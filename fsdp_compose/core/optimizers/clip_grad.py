@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import inf
 from operator import is_
@@ -74,7 +75,7 @@ def clip_grad_norm_(
     while by_groups:
         groups = max(by_groups, key=len)  # the first of several equally long ones
         partial = _together(by_groups.pop(groups), order)
-        if groups:  # combine over the innermost group, then with tensors whose other parts the outer groups hold
+        if groups:  # combine over the innermost group, then with tensors whose other shards the outer groups hold
             combine_norms(partial, order, groups[-1])
             by_groups.setdefault(groups[:-1], []).append(partial)
         else:
@@ -104,19 +105,19 @@ class _Gradients:
 
     Attributes:
         locals_by_groups: the tensors to take norms of, keyed by the process groups whose ranks hold the remaining
-            parts; the key is empty for tensors that only this rank has. The order is that of the parameters, which is
+            shards; the key is empty for tensors that only this rank has. The order is that of the parameters, which is
             the same on all ranks.
         unfinished: DTensors that still need a reduction.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], order: float) -> None:
-        self.locals_by_groups: dict[_Groups, list[torch.Tensor]] = {}
+        self.locals_by_groups: defaultdict[_Groups, list[torch.Tensor]] = defaultdict(list)
         self.unfinished: list[DTensor] = []
         self._scaled: list[torch.Tensor] = []
         self._whole: list[ShardedGradient] = []
         self._followed: set[FlatParamHandle] = set()
         self._order = order
-        self._ids: set[int] | None = None
+        ids: set[int] | None = None
         done: set[int] = set()
         i = 0
         while i < len(params):
@@ -133,7 +134,9 @@ class _Gradients:
             if following <= len(params) and all(map(is_, params[start:following], handle.sharded_params)):
                 self._add_whole(handle)  # in our order, so there is nothing to remember
                 i = following
-            elif self._are_given_once(handle.snapshot.ids, params):
+                continue
+            ids = {*map(id, params)} if ids is None else ids
+            if len(ids) == len(params) and ids.issuperset(handle.snapshot.ids):
                 self._add_whole(handle)
                 done.update(handle.snapshot.ids)
             else:
@@ -143,11 +146,6 @@ class _Gradients:
         self._follow(handle)
         # Order 0 counts the tensors that are not zero, so it must see each parameter's own.
         return self._order != 0 and handle.gradient.is_untouched()
-
-    def _are_given_once(self, sharded_param_ids: list[int], params: Sequence[torch.Tensor]) -> bool:
-        if self._ids is None:
-            self._ids = {*map(id, params)}
-        return len(self._ids) == len(params) and self._ids.issuperset(sharded_param_ids)
 
     def scale_(self, scale: torch.Tensor) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -171,19 +169,19 @@ class _Gradients:
         if flat is not None:
             self._whole.append(gradient)
             self._scaled.append(flat)
-            self._add_parts(handle, range(len(handle.sharded_params)), flat)
+            self._add_range(handle, range(len(handle.sharded_params)), flat)
 
-    def _add_parts(self, handle: FlatParamHandle, sharded_params: range, local: torch.Tensor) -> None:
-        """Take norms of ``local``, the part of a flat gradient that belongs to these adjacent parameters."""
+    def _add_range(self, handle: FlatParamHandle, sharded_params: range, local: torch.Tensor) -> None:
+        """Take norms of ``local``, what of a flat gradient belongs to these adjacent parameters."""
         if handle.tensor_parallel is not None:
-            for groups, indices in handle.tensor_parallel.by_groups(sharded_params).items():
-                parts = handle.gradient.published_locals(indices)
-                if parts:
-                    self._locals_of((handle.mesh.shard_group, *groups)).extend(parts)
+            for others, indices in handle.tensor_parallel.by_groups(sharded_params).items():
+                groups, locals_ = (handle.mesh.shard_group, *others), handle.gradient.published_locals(indices)
+                if locals_:
+                    self.locals_by_groups[groups].extend(locals_)
             return
         # Zeros (padding, unused parameters) would change a norm of negative order.
-        parts = [local] if self._order >= 0 else handle.gradient.published_locals(sharded_params)
-        self._locals_of((handle.mesh.shard_group,)).extend(parts)
+        locals_ = [local] if self._order >= 0 else handle.gradient.published_locals(sharded_params)
+        self.locals_by_groups[(handle.mesh.shard_group,)].extend(locals_)
 
     def _add(self, param: torch.Tensor) -> None:
         owner = segment_owners.get(id(param))
@@ -198,18 +196,15 @@ class _Gradients:
         if handle is not None:
             self._whole.append(handle.gradient)
             sharded_params = next(item.sharded_params for item in handle.segments if item.parameter is param)
-            self._add_parts(handle, sharded_params, local)
+            self._add_range(handle, sharded_params, local)
         elif isinstance(grad, DTensor):
             if any(item.is_partial() for item in grad.placements):
                 self.unfinished.append(grad)
                 return
             sharded_dims = [dim for dim, item in enumerate(grad.placements) if not item.is_replicate()]
-            self._locals_of(tuple([grad.device_mesh.get_group(dim) for dim in sharded_dims])).append(local)
+            self.locals_by_groups[tuple([grad.device_mesh.get_group(dim) for dim in sharded_dims])].append(local)
         else:
-            self._locals_of(()).append(local)
-
-    def _locals_of(self, groups: _Groups) -> list[torch.Tensor]:
-        return self.locals_by_groups.setdefault(groups, [])
+            self.locals_by_groups[()].append(local)
 
 
 def _together(partials: Sequence[torch.Tensor], order: float) -> torch.Tensor:
@@ -223,7 +218,7 @@ def _together(partials: Sequence[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def _partial_norm(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
-    """The part of the common norm of all ``locals_`` that ranks add up; in fp32, or in fp64 if one of them is fp64.
+    """The term of the common norm of all ``locals_`` that ranks add up; in fp32, or in fp64 if one of them is fp64.
     For order 0, the number of nonzero elements of each."""
     device, dtype = locals_[0].device, torch.float32
     if order == 0:
@@ -238,10 +233,7 @@ def _partial_norm(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
             norms += foreach_norm(pieces, order, dtype=accurate_dtype(kind)) if pieces else []
         if not norms:
             return partial_norm(torch.empty(0, dtype=dtype, device=device), order)
-        together = torch.stack([norm.to(device, dtype) for norm in norms])
-        if order in (inf, -inf):
-            return together.amax() if order == inf else together.amin()
-        return partial_norm(together, order)
+        return partial_norm(torch.stack([norm.to(device, dtype) for norm in norms]), order)
 
 
 def _pieces(local: torch.Tensor) -> Sequence[torch.Tensor]:

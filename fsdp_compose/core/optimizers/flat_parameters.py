@@ -7,7 +7,7 @@ next backward. The start of this file decides which optimizers are elementwise a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import ClassVar, TypeVar
 
@@ -28,7 +28,7 @@ from ..flat import (
 )
 from ..group import _get_fsdp_states, after_every_step, before_every_step
 from ..ragged import note_write_of_all_ranks
-from .blockwise import block_of, check_blockwise, record_blockwise, refuse_divided_blocks
+from .blockwise import block_of, declared, refuse_divided_blocks
 
 # ---- Elementwise optimizers: only these may train flat views.
 
@@ -95,9 +95,7 @@ def declare_elementwise(optimizer: _Class) -> _Class:
         TypeError: ``optimizer`` is not such a class.
         ValueError: it is, or inherits from, an optimizer of ``torch.optim`` that is known not to be element-wise.
     """
-    if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
-        raise MisuseTypeError(f"declare_elementwise(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
-    _refuse_known(optimizer, "declare_elementwise", "element-wise")
+    _check_class(optimizer, "declare_elementwise", "element-wise")
     elementwise_classes.append(optimizer)
     return optimizer
 
@@ -126,14 +124,17 @@ def declare_blockwise(optimizer: _Class, block: int = 256) -> _Class:
         TypeError: ``optimizer`` is not such a class.
         ValueError: ``block`` is not a number of elements, or the class is known to need whole matrices.
     """
-    check_blockwise(optimizer, block)
-    _refuse_known(optimizer, "declare_blockwise", "block-wise")
-    record_blockwise(optimizer, block)
+    _check_class(optimizer, "declare_blockwise", "block-wise")
+    if type(block) is not int or block < 1:
+        raise MisuseError(f"declare_blockwise(block={block!r}): expected a number of elements above 0")
+    declared[optimizer] = block
     _add_hooks()  # whose checks are also for sharded parameters
     return optimizer
 
 
-def _refuse_known(optimizer: type[Optimizer], call: str, kind: str) -> None:
+def _check_class(optimizer: type[Optimizer], call: str, kind: str) -> None:
+    if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
+        raise MisuseTypeError(f"{call}(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
     known = _known_to_need_more(optimizer)
     if known is not None:
         raise MisuseError(f"{call}({optimizer.__name__}): {known[0]} is not {kind}: {known[1]}")
@@ -171,12 +172,13 @@ def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
     known = _known_to_need_more(kind)
     if known is not None:
         raise MisuseTypeError(f"{kind.__name__} cannot {what}: {known[1]}. {remedy}")
-    if _names_any(kind, _MATRICES):
+    name = kind.__name__.lower()
+    if any([syllable in name for syllable in _MATRICES]):
         raise MisuseTypeError(
             f"{kind.__name__} cannot {what}: by its name, it computes with whole matrices. {remedy}, to "
             f"fsdp_compose.optim.Muon or to fsdp_compose.optim.Matrixwise(params, {kind.__name__})"
         )
-    if _names_any(kind, _QUANTIZED):
+    if any([syllable in name for syllable in _QUANTIZED]):
         raise MisuseTypeError(
             f"{kind.__name__} was asked to {what}. By its name, it quantizes its state in blocks: if it does, and "
             f"treats every block alike, declare it with fsdp_compose.declare_blockwise({kind.__name__}, block=256). "
@@ -189,13 +191,9 @@ def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
     )
 
 
-# For messages alone: what an optimizer that nobody has declared may be, by parts of its name.
+# For messages alone: what an optimizer that nobody has declared may be, by syllables of its name.
 _MATRICES = ("dion", "kron", "muon", "shampoo", "soap", "splus")
 _QUANTIZED = ("4bit", "8bit", "fp8")
-
-
-def _names_any(kind: type[Optimizer], parts: Sequence[str]) -> bool:
-    return any([part in kind.__name__.lower() for part in parts])
 
 
 # ---- The flat views of a model's parameters
@@ -245,7 +243,7 @@ def flat_parameters(
         model: a module with ``fully_shard`` groups, or a part of one.
         where: a function of (FQN in ``model``, parameter) that says whether to select the parameter; the default
             selects all. Call ``flat_parameters`` once for each parameter group.
-        local: return plain tensors with this rank's part instead of DTensors. Norms are then those of each rank alone,
+        local: return plain tensors with this rank's shard instead of DTensors. Norms are then those of each rank alone,
             so ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` differ between ranks
             (``fsdp_compose.clip_grad_norm_`` is correct).
 
@@ -272,8 +270,8 @@ def flat_parameters(
         raise MisuseRuntimeError(
             "flat_parameters() was called inside forward or backward of the model; call it outside"
         )
-    parts = [(owner, _ranges(owner, indices, local)) for owner, indices in _select(model, where).items()]
-    for owner, ranges in parts:
+    selected = [(owner, _ranges(owner, indices, local)) for owner, indices in _select(model, where).items()]
+    for owner, ranges in selected:
         if isinstance(owner, FlatParamHandle):
             for sharded_params in ranges:
                 segment_over(owner, sharded_params, local)  # raises what there is to raise before anything is made
@@ -281,7 +279,7 @@ def flat_parameters(
     # torch does not combine norms of several meshes, so with tensor parallelism no flat view may be a stock DTensor.
     among_cut = any(handle.tensor_parallel is not None for state in states for handle in state._handles)
     result: list[nn.Parameter] = []
-    for owner, ranges in parts:
+    for owner, ranges in selected:
         if isinstance(owner, FlatParamHandle):
             segments = [
                 segment_over(owner, sharded_params, local) or add_segment(owner, sharded_params, local, among_cut)

@@ -1,6 +1,6 @@
 """``RaggedDTensor``: a DTensor split into one contiguous range per rank. Nothing here knows data parallelism.
 
-``placement`` says how a tensor is sharded and which part this rank holds, ``dtensor`` moves it between layouts, and
+``placement`` says how a tensor is sharded and which shard this rank holds, ``dtensor`` moves it between layouts, and
 ``ops`` gives it its operations. On a mesh of two dimensions a ``RaggedShard`` shards what is local after the other
 placement (``[Replicate(), RaggedShard]``, ``[RaggedShard, Shard(d)]``), so no strided placement is needed.
 
@@ -32,7 +32,7 @@ from .dtensor import distribute_ragged as distribute_ragged
 from .dtensor import gather_local_shards as gather_local_shards
 from .dtensor import inner_of_whole as inner_of_whole
 from .dtensor import is_alike as is_alike
-from .dtensor import own_part_of as own_part_of
+from .dtensor import local_shard_of as local_shard_of
 from .dtensor import rebind as rebind
 from .dtensor import scatter_average as scatter_average
 from .dtensor import shard_inner as shard_inner

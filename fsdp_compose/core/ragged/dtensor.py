@@ -12,6 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, repeat
 from math import prod
 from typing import Any
@@ -54,11 +55,11 @@ class CheckpointedDTensor(OwnedDTensor):
         local = local_tensor(self).detach().view(-1)
         found = []
         for box in self._spec.boxes():
-            part = local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes)
+            view = local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes)
             for whole, place in self._spec.boxes_of_whole(box):
                 chunk = ChunkStorageMetadata(offsets=torch.Size(whole.offsets), sizes=torch.Size(whole.sizes))
                 # Classes of other packages need not have an index that takes everything.
-                found.append((chunk, part if whole.sizes == box.sizes else part[place]))
+                found.append((chunk, view if whole.sizes == box.sizes else view[place]))
         return found
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
@@ -215,8 +216,8 @@ class RaggedDTensor(CheckpointedDTensor):
 
     # ---- Views with gradients
 
-    # Autograd fills the gradients of parts that got none with plain zeros, and leaves indices as they are; stock
-    # DTensor mixes with neither. So each part is a view of its own, and indices become DTensors.
+    # Autograd fills the gradients of pieces that got none with plain zeros, and leaves indices as they are; stock
+    # DTensor mixes with neither. So each piece is a view of its own, and indices become DTensors.
 
     def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
         if not (torch.is_grad_enabled() and self.requires_grad):
@@ -224,10 +225,10 @@ class RaggedDTensor(CheckpointedDTensor):
         return tuple(self.select(dim, i) for i in range(self.shape[dim]))
 
     def split(self, split_size: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        parts = super().split(split_size, dim)
+        views = super().split(split_size, dim)
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return parts
-        stops = [*accumulate(part.shape[dim] for part in parts)]
+            return views
+        stops = [*accumulate(view.shape[dim] for view in views)]
         return tuple(self.narrow(dim, a, b - a) for a, b in zip([0, *stops], stops, strict=False))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
@@ -237,18 +238,17 @@ class RaggedDTensor(CheckpointedDTensor):
 
     def __getitem__(self, indices: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and self.requires_grad:
-            parts = indices if isinstance(indices, tuple) else (indices,)
-            indices = tuple(self._replicate(item) if type(item) is torch.Tensor else item for item in parts)
+            mesh, given = self.device_mesh, indices if isinstance(indices, tuple) else (indices,)
+            replicate = partial(
+                DTensor.from_local, device_mesh=mesh, placements=[Replicate()] * mesh.ndim, run_check=False
+            )
+            indices = tuple(replicate(item) if type(item) is torch.Tensor else item for item in given)
         return super().__getitem__(indices)
-
-    def _replicate(self, same: torch.Tensor) -> DTensor:
-        placements = [Replicate()] * self.device_mesh.ndim
-        return DTensor.from_local(same, self.device_mesh, placements, run_check=False)
 
     # ---- Attributes
 
     def _set_requires_grad(self, value: bool) -> None:
-        requires_grad_writes.note()
+        requires_grad_writes.count += 1
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
 
     # Reading runs no Python code.
@@ -261,7 +261,7 @@ class RaggedDTensor(CheckpointedDTensor):
 
     def detach_(self) -> RaggedDTensor:
         """Detach this tensor from its graph, in place; a leaf then no longer requires grad."""
-        requires_grad_writes.note()
+        requires_grad_writes.count += 1
         return super().detach_()  # type: ignore[return-value]
 
     @property
@@ -462,10 +462,10 @@ def rebind(tensor: RaggedDTensor, local: torch.Tensor, spec: RaggedSpec | None =
 
 def shard_inner(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     """Copy this rank's local shard out of the inner tensor."""
-    return own_part_of(inner.detach(), spec).clone()
+    return local_shard_of(inner.detach(), spec).clone()
 
 
-def own_part_of(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+def local_shard_of(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     """This rank's local shard of the inner tensor, a view if possible."""
     (start, stop), num_ranks = spec.element_range, spec.mesh.size(spec.ragged_dim)
     return stacked(inner, spec.even_dim, num_ranks)[start:stop].view(spec.local_shape)
@@ -477,10 +477,10 @@ def shard_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 
 
 def inner_of_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """The part of the whole tensor that the ``RaggedShard`` shards; a view, unless it lies in strides."""
+    """What of the whole tensor the ``RaggedShard`` shards; a view, unless it lies in strides."""
     for dim, runs in enumerate(spec.inner_runs):
-        parts = [whole.narrow(dim, *run) for run in runs]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        views = [whole.narrow(dim, *run) for run in runs]
+        whole = views[0] if len(views) == 1 else torch.cat(views, dim)
     return whole
 
 
@@ -505,8 +505,7 @@ def gathered(tensor: RaggedDTensor) -> DTensor:
     """Like ``all_gather``, but below autograd."""
     spec = tensor._spec
     plain = DTensorSpec(spec.mesh, spec.gathered_placements, spec.tensor_meta)
-    result: DTensor = make_dtensor(DTensor, gather_local_shards(tensor), plain)
-    return result
+    return make_dtensor(DTensor, gather_local_shards(tensor), plain)
 
 
 @dataclass(frozen=True)
@@ -517,8 +516,8 @@ class _RaggedGather(DifferentiableGather):
     placements: Sequence[Placement]
     averages: bool
 
-    def all_gather(self, parts: Sequence[RaggedDTensor]) -> list[torch.Tensor]:
-        return [*map(gathered, parts)]
+    def all_gather(self, sharded: Sequence[RaggedDTensor]) -> list[torch.Tensor]:
+        return [*map(gathered, sharded)]
 
     def reduce_scatter(self, grads: Sequence[DTensor]) -> list[torch.Tensor]:
         averages = map(averaged, grads) if self.averages else grads

@@ -39,19 +39,19 @@ class DifferentiableGather(ABC):
     takes_none = False  # a missing tensor arrives as ``None``, not as zeros
 
     @abstractmethod
-    def all_gather(self, parts: Any) -> Tensors:
+    def all_gather(self, sharded: Any) -> Tensors:
         """Make whole tensors of sharded ones."""
 
     @abstractmethod
     def reduce_scatter(self, grads: Any) -> Tensors:
         """Make gradients of the sharded tensors of those of the whole ones."""
 
-    def apply(self, parts: Any) -> Any:
+    def apply(self, sharded: Any) -> Any:
         """``all_gather``, for autograd to differentiate."""
-        return _Operation.apply(self, True, *parts)
+        return _Operation.apply(self, True, *sharded)
 
     def deliver(self, grads: Any) -> Any:
-        """Return the gradients of the parts to autograd: ``reduce_scatter``, for autograd to differentiate."""
+        """Return gradients of sharded tensors to autograd: ``reduce_scatter``, for autograd to differentiate."""
         return _Operation.apply(self, False, *grads)
 
     def gather_again(self, grads: Any) -> Any:

@@ -167,31 +167,18 @@ class OwnedDTensor(DTensor):
 # of a tensor that ``to_local()`` returned, kernels that write to an address) cannot be detected here.
 
 
-class _Writes:
-    """Counts the writes that all ranks have made together so far."""
-
+class _Counter:
     __slots__ = ("count",)
 
     def __init__(self) -> None:
         self.count = 0
 
 
-writes = _Writes()
+writes = _Counter()
+"""Counts the writes that all ranks have made together so far."""
 
-
-class _RequiresGradWrites:
-    """Counts how often ``requires_grad`` of a sharded parameter was set."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def note(self) -> None:
-        self.count += 1
-
-
-requires_grad_writes = _RequiresGradWrites()
+requires_grad_writes = _Counter()
+"""Counts how often ``requires_grad`` of a sharded parameter was set."""
 
 
 def note_write_of_all_ranks(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:

@@ -1,10 +1,10 @@
-"""``RaggedShard``: a tensor sharded over one mesh dimension into contiguous, unequal, possibly empty parts.
+"""``RaggedShard``: a tensor sharded over one mesh dimension into contiguous, unequal, possibly empty shards.
 
 This file also has ``RunLengths``, which stores the counts of many ranks, and ``RaggedSpec``, which derives what a
 placement means for one rank. All of it is arithmetic on shapes: no tensors, no communication.
 
-Parts are counted in rows (indices of dim 0) or in elements of the flattened tensor. Here is a tensor of shape (5, 4) on
-3 ranks, once by rows and once by elements::
+Shards are counted in rows (indices of dim 0) or in elements of the flattened tensor. Here is a tensor of shape (5, 4)
+on 3 ranks, once by rows and once by elements::
 
     RaggedShard((3, 2, 0))                 rows 0 to 2 | rows 3 and 4 | nothing
     RaggedShard((14, 6, 0), flat=True)     elements 0 to 13 | elements 14 to 19 | nothing
@@ -204,7 +204,12 @@ class RaggedShard(Shard):
 
     def __init__(self, counts: Sequence[int] | Sequence[tuple[int, int]], flat: bool = False) -> None:
         super().__init__(0)
-        self.counts = _run_lengths(counts)
+        if not isinstance(counts, RunLengths):
+            pieces = [item if isinstance(item, tuple) else (item, 1) for item in counts]
+            if any(num_ranks < 0 for _, num_ranks in pieces):
+                raise ValueError(f"RaggedShard(counts={pieces}): expected (count, number of ranks) pairs, both >= 0")
+            counts = RunLengths(pieces)
+        self.counts = counts
         self.flat = flat
         if not self.counts.pieces or min(self.counts.pieces)[0] < 0:
             raise ValueError(f"RaggedShard(counts={_in_words(self.counts)}): expected a count >= 0 for each rank")
@@ -323,21 +328,12 @@ class RaggedShard(Shard):
     _to_replicate_tensor = _replicate_to_shard = _to_new_shard_dim = _to_partial_tensor = _refuse
 
 
-def _run_lengths(counts: Sequence[int] | Sequence[tuple[int, int]]) -> RunLengths:
-    if isinstance(counts, RunLengths):
-        return counts
-    pieces = [item if isinstance(item, tuple) else (item, 1) for item in counts]
-    if any(num_ranks < 0 for _, num_ranks in pieces):
-        raise ValueError(f"RaggedShard(counts={pieces}): expected (count, number of ranks) pairs, both >= 0")
-    return RunLengths(pieces)
-
-
 def _in_words(counts: RunLengths) -> str:
     return repr([*counts] if len(counts) <= _MOST_COUNTS_IN_WORDS else [*counts.pieces])
 
 
 class Box(NamedTuple):
-    """An axis-aligned part of a tensor. ``start``: its first element, as an index into the flattened tensor."""
+    """An axis-aligned piece of a tensor. ``start``: its first element, as an index into the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -381,7 +377,7 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[B
 
 
 def stacked(whole: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
-    """The elements of a tensor that is cut evenly along ``dim``, one rank's part after the other; a view for dim 0."""
+    """The elements of a tensor that is cut evenly along ``dim``, one rank's shard after the other; a view for dim 0."""
     if not dim:
         return whole.reshape(-1)
     return whole.reshape(prod(whole.shape[:dim]), num_ranks, -1).transpose(0, 1).reshape(-1)
@@ -409,7 +405,7 @@ class RaggedSpec(DTensorSpec):
     __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
     __hash__ = DTensorSpec.__hash__
     tensor_meta: TensorMeta
-    # Sums, means and norms have the placements of stock DTensor: programs written for FSDP2 add up the ranks' parts.
+    # Sums, means and norms have the placements of stock DTensor: programs written for FSDP2 add up the ranks' terms.
     leaves_partial = False
 
     @staticmethod
@@ -518,9 +514,9 @@ class RaggedSpec(DTensorSpec):
         runs = [[place] for place in zip(self._inner[1], self._inner[0], strict=True)]
         for dim, item in enumerate(self.placements):
             if isinstance(item, StridedShard) and dim != self.ragged_dim:  # there it is even chunks of such rows
-                runs[item.dim] = _strided_runs(
-                    item, self.shape[item.dim], self.mesh.size(dim), self.mesh.get_local_rank(dim)
-                )
+                num_ranks, rank = self.mesh.size(dim), self.mesh.get_local_rank(dim)
+                length = self.shape[item.dim] // (item.split_factor * num_ranks)
+                runs[item.dim] = [((i * num_ranks + rank) * length, length) for i in range(item.split_factor)]
         return runs
 
     @cached_property
@@ -599,20 +595,19 @@ class RaggedSpec(DTensorSpec):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.mesh.size() > 1 and not _warned and _is_saved_alone():
-            _warned.append(self)
-            warnings.warn(self._told("a file gets only"), stacklevel=2)
+        if self.mesh.size() > 1 and not _warned:
+            # Has the user's code called ``torch.save``? Libraries of checkpoints have all ranks save.
+            callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
+            libraries = ("torch.distributed.checkpoint.", "fsdp_compose.checkpoint.")
+            if "torch.serialization" in callers and not any(name.startswith(libraries) for name in callers):
+                _warned.append(self)
+                warnings.warn(self._told("a file gets only"), stacklevel=2)
         names = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order")
         return {**{name: self.__dict__[name] for name in names if name in self.__dict__}, "_hash": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         mend_mesh(self.mesh)
-
-
-def _strided_runs(placement: StridedShard, size: int, num_ranks: int, rank: int) -> list[tuple[int, int]]:
-    length = size // (placement.split_factor * num_ranks)
-    return [((i * num_ranks + rank) * length, length) for i in range(placement.split_factor)]
 
 
 def _inside(runs: list[tuple[int, int]], offset: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -642,10 +637,3 @@ def refuse_uneven_strides(spec: DTensorSpec, what: str) -> None:
 
 
 _warned: list[RaggedSpec] = []
-
-
-def _is_saved_alone() -> bool:
-    """Whether the user's code has called ``torch.save``: no library of checkpoints, which has all ranks save."""
-    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
-    libraries = ("torch.distributed.checkpoint.", "fsdp_compose.checkpoint.")
-    return "torch.serialization" in names and not any(name.startswith(libraries) for name in names)

@@ -15,7 +15,7 @@ from ..._torch import dtensor_spec, local_tensor, make_dtensor
 from ...plugins.parameter_classes import CompositeDTensor, with_local
 from ..comm import as_transferable
 from ..flat import FlatParamHandle
-from ..ragged import RaggedDTensor, ReplicatedDTensor, distribute_ragged, inner_of_whole, own_part_of
+from ..ragged import RaggedDTensor, ReplicatedDTensor, distribute_ragged, inner_of_whole, local_shard_of
 from .fqns import Place
 from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
 
@@ -55,12 +55,12 @@ class Target:
         like, whole = self.like, whole.detach()
         assert isinstance(like, DTensor)
         if isinstance(like, CompositeDTensor) and like.takes(whole):
-            return like.part_of(whole.to(self.device))
+            return like.shard_of(whole.to(self.device))
         if not isinstance(like, RaggedDTensor):
             placements = dtensor_spec(like).placements
             return distribute_tensor(whole.to(self.device), like.device_mesh, placements, src_data_rank=None)
         spec = like._spec.with_dtype(whole.dtype)
-        local = own_part_of(inner_of_whole(whole, spec), spec).to(self.device)
+        local = local_shard_of(inner_of_whole(whole, spec), spec).to(self.device)
         return RaggedDTensor(local, spec)
 
 

@@ -133,7 +133,8 @@ class CheckpointedInputs:
         # Inside another checkpoint, in its forward as in its recomputation, what is saved is that one's.
         if not has_saved_tensors_hooks():
             self._call = _Call(self._call)
-            context = torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, self._call), _unpack)
+            pack = functools.partial(self._pack, self._call)
+            context = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.restore())
         context.__enter__()
         self._open.contexts = [*getattr(self._open, "contexts", ()), context]
         return self
@@ -176,10 +177,6 @@ def _error_if_written(tensor: torch.Tensor, version: int) -> RuntimeError | None
         f"an input of a checkpointed block, {tensor.dtype}, {tensor.numel()} elements, was modified by an inplace "
         f"operation before backward: it is at version {tensor._version}; expected version {version}. Write to a copy"
     )
-
-
-def _unpack(packed: _Kept | _Offloaded) -> torch.Tensor:
-    return packed.restore()
 
 
 class _Call:

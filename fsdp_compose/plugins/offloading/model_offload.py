@@ -22,6 +22,7 @@ from ..._torch import is_wrapper, memory_exchange, refuse_access
 from ...core.comm import forget_for, kept_for, known_for
 from ...core.flat import FlatParamHandle, host_memory, local_of
 from ...core.group import _FSDPState, _get_fsdp_states, put_to_sleep, wake
+from ...core.ragged.ops.operands import tensors_in
 from ...errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..parameter_classes import inner_tensors
 
@@ -155,35 +156,29 @@ def _storages(
     module: nn.Module, handles: Sequence[FlatParamHandle], optimizers: Sequence[Optimizer], device: torch.device
 ) -> list[torch.UntypedStorage]:
     """Return the storages that the model and the optimizers have on ``device``, each once."""
-    on_host = {id(param) for handle in handles if handle.storage.is_host for param in _params_of(handle)}
     found: dict[int, torch.UntypedStorage] = {}
-    for tensor in _tensors(module, handles, optimizers, on_host):
-        for part in _parts(tensor.detach()):
-            if part.device == device and part.layout == torch.strided:
-                storage = part.untyped_storage()
+    for tensor in _tensors(module, handles, optimizers):
+        for inner in _inner(tensor.detach()):
+            if inner.device == device and inner.layout == torch.strided:
+                storage = inner.untyped_storage()
                 if storage.nbytes():
                     found.setdefault(StorageWeakRef(storage).cdata, storage)
     return [*found.values()]
 
 
-def _params_of(handle: FlatParamHandle) -> list[nn.Parameter]:
-    return [*handle.sharded_params, *(segment.parameter for segment in handle.segments)]
-
-
 def _tensors(
-    module: nn.Module, handles: Sequence[FlatParamHandle], optimizers: Sequence[Optimizer], on_host: set[int]
+    module: nn.Module, handles: Sequence[FlatParamHandle], optimizers: Sequence[Optimizer]
 ) -> Iterator[torch.Tensor]:
+    on_host, with_host_gradients = set[int](), set[int]()
     for handle in handles:
-        if not handle.storage.is_host:
+        if handle.storage.is_host:
+            on_host.update(map(id, (*handle.sharded_params, *[item.parameter for item in handle.segments])))
+        else:
             yield handle.shard
-        flat = handle.gradient.memory.flat
-        if (
-            flat is not None and not handle.storage.has_host_gradients
-        ):  # even if no gradient uses the buffer at the moment
-            yield flat
-    with_host_gradients = {
-        id(param) for handle in handles if handle.storage.has_host_gradients for param in handle.sharded_params
-    }
+        if handle.storage.has_host_gradients:
+            with_host_gradients.update(map(id, handle.sharded_params))
+        elif handle.gradient.memory.flat is not None:  # even if no gradient uses the buffer at the moment
+            yield handle.gradient.memory.flat
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in on_host:
             yield tensor
@@ -192,26 +187,15 @@ def _tensors(
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
             if id(param) not in on_host:
-                yield from _tensors_in(state)
+                yield from tensors_in(state)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _inner(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors whose memory holds the elements of ``tensor``."""
     local = local_of(tensor)
     if is_wrapper(local):
         for part in inner_tensors(local).values():
-            yield from _parts(part)
+            yield from _inner(part)
     else:
         yield local
 

@@ -1,7 +1,7 @@
 """Optimizer state in host memory, with the step on the device: state is copied in, stepped and copied out in chunks.
 
 ``offload_optimizer_states`` replaces an optimizer's ``step``. For each chunk, the new ``step`` runs the optimizer's own
-step on a part of one of its parameters (a plain 1-D view) with the same part of the state. This works for every
+step on a chunk of one of its parameters (a plain 1-D view) with the same chunk of the state. This works for every
 elementwise optimizer, in any of its implementations, and gives the same bits as the ordinary step::
 
     host     |state 0|state 1|state 2|state 3|          two slots on the device:
@@ -93,12 +93,12 @@ class _Training:
 
     Attributes:
         group: the optimizer's parameter group that has it.
-        param: the optimizer's parameter; ``elements`` and ``gradient`` are this rank's part of it and of its gradient,
+        param: the optimizer's parameter; ``elements`` and ``gradient`` are this rank's shard of it and of its gradient,
             1-D.
         is_host, has_host_gradient: whether ``elements`` and ``gradient`` are in host memory.
         device: the device that steps.
         state: the optimizer's state of the parameter, before the step.
-        states: the part of it that is kept per element, in host memory, 1-D.
+        states: what of it is kept per element, in host memory, 1-D.
         stepped: ``states`` after the step, filled chunk by chunk, in the same memory if there was any.
     """
 
@@ -133,13 +133,13 @@ class _Slot:
 
     Attributes:
         memory: buffers, by key of the state and dtype.
-        parts: views of the buffers with the present chunk.
+        views: of the buffers, with the present chunk.
         ready, left: events after the last copy in, and after the last copy out.
         leaving: tensors that are being copied out; kept alive for that long.
     """
 
     memory: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
     ready: Any = None
     left: Any = None
     leaving: list[torch.Tensor] = field(default_factory=list)
@@ -163,7 +163,9 @@ class StreamedStep:
             with torch.enable_grad():
                 loss = closure()
         trainings = [*self._trainings(optimizer)]
-        run = _own_step(optimizer)
+        # Its own step, without torch's hooks around it: these run once for the whole step, and not for every chunk.
+        run: Any = type(optimizer).step
+        run = run.__wrapped__ if getattr(run, "hooked", False) else run
         for device in dict.fromkeys(training.device for training in trainings):
             lane = self._lanes.setdefault(device, _Lane(device))
             chunks = self._chunks(training for training in trainings if training.device == device)
@@ -180,12 +182,9 @@ class StreamedStep:
                 for key, value in state.items():
                     if _is_of_elements(param, key, value):
                         local = local_of(value).detach()
-                        state[key] = _placed_like(param, self._to_host(local.reshape(-1), param).view(local.shape))
-
-    def _to_host(self, local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        host = self._memory(local.numel(), local.dtype, _device_of(param))
-        host.copy_(local)
-        return host
+                        host = self._memory(local.numel(), local.dtype, _device_of(param))
+                        host.copy_(local.reshape(-1))
+                        state[key] = _placed_like(param, host.view(local.shape))
 
     def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return host_memory(numel, dtype, self._pins and device.type not in ("cpu", "meta"))
@@ -241,22 +240,25 @@ class StreamedStep:
     def _step_chunk(
         self, optimizer: Optimizer, run: Callable[[Optimizer], Any], lane: _Lane, slot: _Slot, chunk: _Chunk
     ) -> None:
-        training, parts = chunk.training, slot.parts
-        part = nn.Parameter(parts.pop(_ELEMENTS))
-        part.grad = parts.pop(_GRADIENT)
+        training, views = chunk.training, slot.views
+        param = nn.Parameter(views.pop(_ELEMENTS))
+        param.grad = views.pop(_GRADIENT)
         # What is one number per parameter (the step count) starts from the same value for every chunk: it changes once.
-        state = {key: parts[key] if key in parts else _copy_of(value) for key, value in training.state.items()}
+        state = {
+            key: views[key] if key in views else item.clone() if isinstance(item, torch.Tensor) else item
+            for key, item in training.state.items()
+        }
         groups, states = optimizer.param_groups, optimizer.state
         try:
-            optimizer.param_groups = [{**training.group, "params": [part]}]
-            optimizer.state = defaultdict(dict, {part: state} if state else {})
+            optimizer.param_groups = [{**training.group, "params": [param]}]
+            optimizer.state = defaultdict(dict, {param: state} if state else {})
             run(optimizer)
-            stepped = optimizer.state.get(part, {})
+            stepped = optimizer.state.get(param, {})
         finally:
             optimizer.param_groups, optimizer.state = groups, states
-        leaving = [(training.elements[chunk.start : chunk.stop], part.detach())] if training.is_host else []
+        leaving = [(training.elements[chunk.start : chunk.stop], param.detach())] if training.is_host else []
         for key, value in stepped.items():
-            if isinstance(value, torch.Tensor) and value.shape == part.shape:
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 leaving.append((self._state_of(training, key, value)[chunk.start : chunk.stop], value))
         lane.copy_out(slot, leaving)
         if chunk.is_last:
@@ -297,11 +299,11 @@ class _Lane:
         """Start copying a chunk into the slot whose turn it is."""
         slot, training = self._slots[0], chunk.training
         self._slots.reverse()
-        part = slice(chunk.start, chunk.stop)
-        host = {key: state[part] for key, state in training.states.items()}
-        slot.parts = {}
-        (host if training.is_host else slot.parts)[_ELEMENTS] = training.elements[part]
-        (host if training.has_host_gradient else slot.parts)[_GRADIENT] = training.gradient[part]
+        span = slice(chunk.start, chunk.stop)
+        host = {key: state[span] for key, state in training.states.items()}
+        slot.views = {}
+        (host if training.is_host else slot.views)[_ELEMENTS] = training.elements[span]
+        (host if training.has_host_gradient else slot.views)[_GRADIENT] = training.gradient[span]
         targets = {key: self._room(slot, key, source) for key, source in host.items()}
         if self._module is None:
             for key, target in targets.items():
@@ -316,7 +318,7 @@ class _Lane:
                 for key, target in targets.items():
                     target.copy_(host[key], non_blocking=True)
                 slot.ready = self._in.record_event()
-        slot.parts |= targets
+        slot.views |= targets
         self._filled.append(slot)
 
     def _room(self, slot: _Slot, key: str, source: torch.Tensor) -> torch.Tensor:
@@ -359,22 +361,13 @@ class _Lane:
         self._slots, self._filled = [_Slot(), _Slot()], []
 
 
-def _own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The ``step`` of the optimizer's class, without torch's hooks around it."""
-    # These run once for the whole step, and not for every chunk.
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
 def _handle_of(param: torch.Tensor) -> FlatParamHandle | None:
     place = handle_of(param)
-    if place is not None:
-        return place[0]
-    return handle_of_segment(param)
+    return handle_of_segment(param) if place is None else place[0]
 
 
 def _is_in_host_memory(handle: FlatParamHandle, gradient: torch.Tensor) -> bool:
-    """Whether a gradient is in host memory: it is part of a flat gradient there, or its shard is there."""
+    """Whether a gradient is in host memory: in a flat gradient there, or its shard is there."""
     flat = handle.gradient.memory.flat
     is_ours = flat is not None and same_storage(flat.untyped_storage(), gradient.untyped_storage())
     return handle.storage.is_host or (handle.storage.has_host_gradients and is_ours)
@@ -400,11 +393,4 @@ def _placed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor that is sharded like ``param`` and has ``local`` on this rank."""
     if isinstance(param, RaggedDTensor):
         return RaggedDTensor(local, param._spec.with_dtype(local.dtype))
-    if isinstance(param, DTensor):
-        made: torch.Tensor = make_dtensor(DTensor, local, dtensor_spec(param))
-        return made
-    return local
-
-
-def _copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return make_dtensor(DTensor, local, dtensor_spec(param)) if isinstance(param, DTensor) else local

@@ -1,30 +1,15 @@
 """Parameters that are tensor subclasses: of several tensors, or with an all-gather of their own."""
 
-from typing import TYPE_CHECKING
-
-from ..._on_demand import on_demand
-
-if TYPE_CHECKING:
-    from .class_codecs import CompositeCodec as CompositeCodec
-    from .class_codecs import ExtensionCodec as ExtensionCodec
-    from .class_codecs import check_composite as check_composite
-    from .class_codecs import codec_of_class as codec_of_class
-    from .class_codecs import cut as cut
-    from .parts import common_tensor as common_tensor
-    from .parts import context_of as context_of
-    from .parts import describe_part as describe_part
-    from .parts import inner_tensors as inner_tensors
-    from .parts import remade as remade
-    from .subclass_views import CompositeDTensor as CompositeDTensor
-    from .subclass_views import with_local as with_local
-    from .unsharded_extension import ExtendedUnsharded as ExtendedUnsharded
-else:
-    __getattr__ = on_demand(
-        __name__,
-        {
-            "class_codecs": "CompositeCodec ExtensionCodec check_composite codec_of_class cut",
-            "parts": "common_tensor context_of describe_part inner_tensors remade",
-            "subclass_views": "CompositeDTensor with_local",
-            "unsharded_extension": "ExtendedUnsharded",
-        },
-    )
+from .class_codecs import CompositeCodec as CompositeCodec
+from .class_codecs import ExtensionCodec as ExtensionCodec
+from .class_codecs import check_composite as check_composite
+from .class_codecs import codec_of_class as codec_of_class
+from .class_codecs import cut as cut
+from .parts import common_tensor as common_tensor
+from .parts import context_of as context_of
+from .parts import describe_part as describe_part
+from .parts import inner_tensors as inner_tensors
+from .parts import remade as remade
+from .subclass_views import CompositeDTensor as CompositeDTensor
+from .subclass_views import with_local as with_local
+from .unsharded_extension import ExtendedUnsharded as ExtendedUnsharded

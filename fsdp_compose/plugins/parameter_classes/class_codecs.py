@@ -6,7 +6,7 @@
 
 What codecs do by themselves is here; what they do while a model runs is in ``unsharded_extension``.
 
-A class with an all-gather has two methods. Each rank calls the first one on its part of a parameter, which is an
+A class with an all-gather has two methods. Each rank calls the first one on its shard of a parameter, which is an
 instance of the class. The returned tensors are gathered one by one, concatenated along dim 0. From them, the second
 method makes the tensor that forward sees::
 
@@ -142,7 +142,7 @@ def codec_of_class(
 # scales)
 #
 # Each rank stores its rows as bytes (``ragged.Parts``). Only the class knows how to cut rows, so it is asked, by
-# ``split()`` or ``narrow()``, as FSDP2 does. Its answer is checked tensor by tensor, so putting the parts together
+# ``split()`` or ``narrow()``, as FSDP2 does. Its answer is checked tensor by tensor, so putting the shards together
 # again gives the original, bit for bit. If the class has an all-gather of its own, the parameter is gathered by that;
 # otherwise tensor by tensor, and forward sees the original again.
 #
@@ -262,19 +262,18 @@ def cut(
         wholes, num_rows = inner_tensors(whole), whole.shape[0] if whole.dim() else 0
         has_rows = all(tensor.dim() and tensor.shape[0] == num_rows for tensor in wholes.values())
         is_uneven = num_ranks > 1 and num_rows > 0 and num_rows % num_ranks != 0 and has_rows
-        # Parts of fewer rows are made from the first one, which has the most.
+        # Shards of fewer rows are made from the first one, which has the most.
         index = 0 if is_uneven else rank
-        part = whole if num_ranks == 1 else _part(whole, fqn, num_ranks, index, is_uneven)
-        tensors = inner_tensors(part)
+        shard = whole if num_ranks == 1 else _shard_by_class(whole, fqn, num_ranks, index, is_uneven)
         inner, start = [], 0
-        for name, tensor in tensors.items():
+        for name, tensor in inner_tensors(shard).items():
             is_cut = is_uneven or (num_ranks > 1 and tensor.shape != wholes[name].shape)
-            if is_cut:
-                own = wholes[name][index * tensor.shape[0] : (index + 1) * tensor.shape[0]] if tensor.dim() else tensor
-                has_all = is_uneven or _times(tensor.shape, num_ranks) == wholes[name].shape
-                is_right = has_all and are_equal(own, tensor)
+            if is_cut and tensor.dim():
+                rows = tensor.shape[0]
+                has_all = is_uneven or torch.Size([rows * num_ranks, *tensor.shape[1:]]) == wholes[name].shape
+                is_right = has_all and are_equal(wholes[name][index * rows : (index + 1) * rows], tensor)
             else:
-                is_right = are_equal(tensor, wholes[name])
+                is_right = not is_cut and are_equal(tensor, wholes[name])
             if not is_right:
                 raise refusal(
                     param,
@@ -284,7 +283,7 @@ def cut(
                 )
             inner.append(InnerTensor(name, tensor.shape, tensor.dtype, start, is_cut))
             start += -(-inner[-1].nbytes // PART_ALIGNMENT_BYTES) * PART_ALIGNMENT_BYTES
-        contexts = context_of(part), context_of(whole)
+        contexts = context_of(shard), context_of(whole)
         parts = Parts(type(param), param.shape, param.dtype, tuple(inner), start, *contexts, *ranks, gather_bytes)
         if param.requires_grad and parts.uncut:
             raise refusal(
@@ -301,18 +300,18 @@ def cut(
 
 
 def _check_first_rows(parts: Parts, local: torch.Tensor, whole: torch.Tensor, fqn: str) -> None:
-    """Raise, on every rank, if the class cannot leave out rows at the end of a part."""
+    """Raise, on every rank, if the class cannot leave out rows at the end of a shard."""
     num_rows, storage = len(rows_of(parts.shape, parts.num_ranks, parts.num_ranks - 1)), local.untyped_storage()
     try:
-        part = first_rows(parts.padded(local), num_rows)
+        shard = first_rows(parts.padded(local), num_rows)
     except Exception as error:  # whatever a class raises if it cannot cut
         what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
     else:
-        views = inner_tensors(part).values() if type(part) is type(whole) else ()
+        views = inner_tensors(shard).values() if type(shard) is type(whole) else ()
         are_views = [same_storage(view.untyped_storage(), storage) and view.shape[0] == num_rows for view in views]
         if are_views and all(are_views):
             return
-        what = f"a {type(part).__name__} of shape {tuple(part.shape)}, not a view"
+        what = f"a {type(shard).__name__} of shape {tuple(shard.shape)}, not a view"
     raise refusal(
         whole,
         fqn,
@@ -321,7 +320,7 @@ def _check_first_rows(parts: Parts, local: torch.Tensor, whole: torch.Tensor, fq
     )
 
 
-def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int, is_uneven: bool) -> torch.Tensor:
+def _shard_by_class(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int, is_uneven: bool) -> torch.Tensor:
     """One rank's rows, cut by the class; if the cut is uneven, only the first ranks' are asked for."""
     num_rows = whole.shape[0] if whole.dim() else 0
     if not num_rows or (num_rows % num_ranks and not is_uneven):
@@ -334,21 +333,17 @@ def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int, is_uneven: b
     rows, answers = -(-num_rows // num_ranks), list[str]()
     for how in ("split", "narrow"):
         try:
-            part = whole.split(rows)[rank] if how == "split" else whole.narrow(0, rank * rows, rows)
+            shard = whole.split(rows)[rank] if how == "split" else whole.narrow(0, rank * rows, rows)
         except Exception as error:  # whatever a class raises if it cannot cut
             first_line = str(error).strip().partition("\n")[0]
             answers.append(f"{how}(): {type(error).__name__}: {first_line[:200]}")
             continue
-        if type(part) is type(whole) and part.shape == torch.Size([rows, *whole.shape[1:]]):
-            return part
-        answers.append(f"{how}(): a {type(part).__name__} of shape {tuple(part.shape)}")
+        if type(shard) is type(whole) and shard.shape == torch.Size([rows, *whole.shape[1:]]):
+            return shard
+        answers.append(f"{how}(): a {type(shard).__name__} of shape {tuple(shard.shape)}")
     raise refusal(
         whole,
         fqn,
         f"its class cannot cut it into {num_ranks} parts of {rows} rows each ({'; '.join(answers)}). Choose a number "
         "of ranks that keeps blocks and scales whole",
     )
-
-
-def _times(shape: torch.Size, num_ranks: int) -> torch.Size:
-    return torch.Size([shape[0] * num_ranks, *shape[1:]]) if shape else shape

@@ -1,4 +1,4 @@
-"""The bytes of one rank's part of a tensor whose class holds several tensors of other shapes and dtypes (quantized
+"""The bytes of one rank's shard of a tensor whose class holds several tensors of other shapes and dtypes (quantized
 weights: packed data, scales), and such instances as others make them: with their context, and without.
 
 Each rank stores its rows of such a tensor as bytes: the tensors inside an instance of the class over these rows, one
@@ -94,7 +94,7 @@ class Parts:
         instance, num_rows = self.padded(local), len(self.rows)
         return instance if num_rows == self.most_rows else first_rows(instance, num_rows)
 
-    def part_in_own_memory(self, local: torch.Tensor) -> Any:
+    def in_own_memory(self, local: torch.Tensor) -> Any:
         """Like ``over``, but the tensors are copies, each in memory of its own."""
         instance = self.over(local)
         tensors = {name: tensor.clone() for name, tensor in inner_tensors(instance).items()}
@@ -147,7 +147,7 @@ class Parts:
         return self.whole_of(self.gather_bytes(local))
 
     def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this rank's part of a whole instance into ``local``.
+        """Write this rank's shard of a whole instance into ``local``.
 
         Raises:
             ValueError: its tensors have other shapes or dtypes.
@@ -170,7 +170,7 @@ class Parts:
                 item.view(local).copy_(tensor)
 
     def write_rows(self, local: torch.Tensor, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Write this rank's part into ``local``, from pieces of a whole that was cut for another number of ranks.
+        """Write this rank's shard into ``local``, from pieces of a whole that was cut for another number of ranks.
 
         Args:
             pieces: each with its first row, in order; together they have all rows of this rank.
@@ -189,15 +189,15 @@ class Parts:
             length = item.shape[0] if item.shape else 0
             wanted = torch.Size([length * len(own) // num_rows, *item.shape[1:]]) if item.shape else item.shape
             start, rest = divmod((own.start - pieces[0][0]) * length, num_rows)
-            part = torch.cat(tensors)[start : start + wanted[0]] if first.dim() and wanted else first
+            chosen = torch.cat(tensors)[start : start + wanted[0]] if first.dim() and wanted else first
             is_whole = not rest and first.dim() and first.shape[0] * num_rows == length * rows
-            if not is_whole or (part.shape, part.dtype) != (wanted, item.dtype):
+            if not is_whole or (chosen.shape, chosen.dtype) != (wanted, item.dtype):
                 raise MisuseError(
                     f"{item.name} of a {self.name} of shape {tuple(self.shape)} was saved as {describe_part(first)} "
                     f"for {rows} rows, from which no rank of {self.num_ranks} can get its {item.dtype} "
                     f"{tuple(item.shape)}: load it on as many ranks as saved it"
                 )
-            written.append(part)
+            written.append(chosen)
         for item, tensor in zip(self.inner, written, strict=True):
             view = item.view(local)
             (view[: tensor.shape[0]] if tensor.dim() else view).copy_(tensor)

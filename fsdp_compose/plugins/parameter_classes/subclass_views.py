@@ -112,7 +112,7 @@ def show_as(tensor: torch.Tensor, local_class: Any) -> None:
 
 
 class CompositeDTensor(RaggedDTensor):
-    """A sharded tensor of a class that holds several tensors, cut by rows. Its parts can be copied, gathered, and saved
+    """A sharded tensor of a class that holds several tensors, cut by rows. It can be copied, gathered, and saved
     to checkpoints. If all its tensors are cut, its class computes element-wise operations on each rank's rows: an
     optimizer can step it, and may have states of the class. No other operation can compute with it."""
 
@@ -123,7 +123,7 @@ class CompositeDTensor(RaggedDTensor):
     def made(local: torch.Tensor, spec: RaggedSpec, composite: Parts) -> CompositeDTensor:
         """Make one over this rank's bytes."""
         nothing = torch.empty((), dtype=spec.dtype, device=local.device).expand(spec.local_shape)
-        tensor: CompositeDTensor = make_dtensor(CompositeDTensor, nothing, spec)
+        tensor = make_dtensor(CompositeDTensor, nothing, spec)
         set_local_tensor(tensor, local)
         tensor.__dict__[SHOWN_ATTRIBUTE] = _Shown(composite)
         return tensor
@@ -144,8 +144,8 @@ class CompositeDTensor(RaggedDTensor):
         takes plain elements, and optimizers may have plain states beside it."""
         return type(whole).__name__ == self.composite.name or bool(self.composite.uncut)
 
-    def part_of(self, whole: torch.Tensor) -> CompositeDTensor:
-        """This rank's part of a whole instance of the class, sharded like this one.
+    def shard_of(self, whole: torch.Tensor) -> CompositeDTensor:
+        """This rank's shard of a whole instance of the class, sharded like this one.
 
         Raises:
             TypeError: ``whole`` is not an instance.
@@ -186,7 +186,7 @@ class CompositeDTensor(RaggedDTensor):
     # ---- Movement
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return this rank's part, an instance of the class, sharing memory."""
+        """Return this rank's shard, an instance of the class, sharing memory."""
         result: torch.Tensor = self._local_tensor
         return result
 
@@ -224,7 +224,7 @@ class CompositeDTensor(RaggedDTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        given = value if self._is_alike(value) else self.part_of(value)
+        given = value if self._is_alike(value) else self.shard_of(value)
         set_local_tensor(self, local_tensor(given))
 
     def _is_alike(self, value: Any) -> bool:
@@ -252,11 +252,11 @@ class CompositeDTensor(RaggedDTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CompositeDTensor({self._what()}, placements={list(self.placements)}, rank {self._spec.rank})"
 
-    # ---- Checkpoints: each rank's part is one box, an instance of the user's class
+    # ---- Checkpoints: each rank's shard is one box, an instance of the user's class
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of this rank's part."""
+        """The shape of this rank's shard."""
         return torch.Size(self._spec.local_shape)
 
     def write_rows(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -288,8 +288,8 @@ class CompositeDTensor(RaggedDTensor):
         if index.offset is not None and self._box().offsets != index.offset:
             raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
         if shown_by(self).is_read:  # torch.save() refuses tensors of several dtypes in one storage
-            part: torch.Tensor = self.composite.part_in_own_memory(local_tensor(self).detach())
-            return part
+            shard: torch.Tensor = self.composite.in_own_memory(local_tensor(self).detach())
+            return shard
         return self.to_local()
 
     # ---- Dispatch
@@ -320,10 +320,6 @@ def with_local(tensor: RaggedDTensor, local: torch.Tensor) -> RaggedDTensor:
     return RaggedDTensor(local, spec if spec.dtype == local.dtype else spec.with_dtype(local.dtype))
 
 
-def _detach(tensor: CompositeDTensor) -> CompositeDTensor:
-    return tensor.with_local(local_tensor(tensor))
-
-
 def _clone(tensor: CompositeDTensor, **_: Any) -> CompositeDTensor:
     return tensor.with_local(local_tensor(tensor).clone())
 
@@ -349,7 +345,7 @@ def _copy_into(target: CompositeDTensor, source: torch.Tensor, *rest: Any) -> to
     if type(source) is RaggedDTensor and not target.composite.uncut:
         result: torch.Tensor = _pointwise(target, aten.copy_.default, (target, source, *rest), {})
         return result
-    given = source if target._is_alike(source) else target.part_of(source)
+    given = source if target._is_alike(source) else target.shard_of(source)
     local = local_tensor(target)
     local.copy_(local_tensor(given))
     note_write_of_all_ranks(local)
@@ -357,8 +353,7 @@ def _copy_into(target: CompositeDTensor, source: torch.Tensor, *rest: Any) -> to
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _detach,
-    aten.alias.default: _detach,
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda tensor: tensor.with_local(local_tensor(tensor))),
     aten.clone.default: _clone,
     aten._to_copy.default: _converted,
     aten.empty_like.default: _empty_like,
@@ -388,9 +383,9 @@ def _compute(own: CompositeDTensor, func: Any, args: Any, kwargs: Any) -> Any:
         note_write_of_all_ranks(local_tensor(target))  # nothing else counts it inside a dispatch
     if targets:
         return targets
-    return (
-        [own.made_of(func, item) for item in result] if isinstance(result, (list, tuple)) else own.made_of(func, result)
-    )
+    if isinstance(result, (list, tuple)):
+        return [own.made_of(func, item) for item in result]
+    return own.made_of(func, result)
 
 
 def _pointwise(own: CompositeDTensor, func: Any, args: Any, kwargs: Any) -> Any:
@@ -405,18 +400,18 @@ def _per_element(_own: CompositeDTensor, func: Any, args: Any, kwargs: Any) -> A
     owns = [next((each[i] for each in lists if isinstance(each[i], CompositeDTensor)), None) for i in range(num)]
     results: list[Any] = [None] * num
 
-    def part(indices: Sequence[int]) -> tuple[Any, Any]:
+    def picked(indices: Sequence[int]) -> tuple[Any, Any]:
         return [pick(item, indices, num) for item in args], {k: pick(item, indices, num) for k, item in kwargs.items()}
 
     others = [i for i in range(num) if owns[i] is None]
     if others:
-        part_args, part_kwargs = part(others)
-        for i, result in zip(others, func(*part_args, **part_kwargs) or (), strict=False):
+        other_args, other_kwargs = picked(others)
+        for i, result in zip(others, func(*other_args, **other_kwargs) or (), strict=False):
             results[i] = result
     is_in_place = func._schema.name.endswith("_")
     for i, own in enumerate(owns):
         if own is not None:
-            found = _compute(own, func, *part([i]))
+            found = _compute(own, func, *picked([i]))
             if is_in_place:
                 increment_version(found)  # as for other sharded tensors in lists
             else:

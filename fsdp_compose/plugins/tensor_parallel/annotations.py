@@ -4,14 +4,13 @@ A type says how the ranks of a dimension hold a parameter, and what backward lea
 
     R      the same on all ranks    each rank has a term of the gradient
     I      the same on all ranks    each rank has the whole gradient
-    S(i)   split along dim i        each rank has the gradient of its part
+    S(i)   split along dim i        each rank has the gradient of its shard
 
 Over the data-parallel dimensions it must be R: ``fully_shard`` reduces the gradient there. Over others, the parameter
-is stored as a DTensor with such placements would be (``tensor_parallel``), but forward sees this rank's plain part.
+is stored as a DTensor with such placements would be (``tensor_parallel``), but forward sees its plain local tensor.
 spmd_types keeps the types as attributes, so the sharded and the unsharded parameter have them like any others.
 
-The package is optional, and only looked for where something else has imported it. This file is loaded when the first
-annotated parameter is sharded.
+The package is optional, and only looked for where something else has imported it.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def _with_data_axes(param: torch.Tensor, found: Mapping[Any, Any], axes: Iterabl
 
 
 def _spec(param: torch.Tensor, whole: DeviceMesh, placed: Mapping[int, Placement]) -> DTensorSpec:
-    """How a parameter is placed on some dimensions of a mesh, if all ranks have parts of one shape."""
+    """How a parameter is placed on some dimensions of a mesh, if all ranks have local tensors of one shape."""
     shape = [*param.shape]
     for dim, placement in placed.items():
         if isinstance(placement, Shard):

@@ -13,8 +13,8 @@ place a gradient in any way; for the reduction it is placed like the parameter.
 
 Forward may see a parameter on a mesh that contains the data-parallel dimensions too (FSDP2's ``dp_mesh_dims``), where
 it is replicated. Then ``ParamAttribute.FORWARD_SPEC`` of the parameter tells it. What autograd leaves on those
-dimensions, replicas or terms of a sum, is averaged like any gradient. It may also see a plain tensor, this rank's part
-(``PlainPart``; see ``annotations``).
+dimensions, replicas or terms of a sum, is averaged like any gradient. It may also see the plain local tensor
+(``PlainLocal``; see ``annotations``).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
 """Replaces a tensor by its sum over the ranks of a transport. The indices say which parameters' gradients it holds."""
 
 
-class PlainPart(NamedTuple):
-    """How forward sees a parameter: this rank's part, a plain tensor. On the dimensions ``terms`` of the parameter's
-    own mesh, autograd leaves a term of the gradient."""
+class PlainLocal(NamedTuple):
+    """How forward sees a parameter: its local tensor, a plain one. On the dimensions ``terms`` of the parameter's own
+    mesh, autograd leaves a term of the gradient."""
 
     terms: tuple[int, ...]
 
 
-Shown = DTensorSpec | PlainPart | None
-"""How forward sees a parameter: as a DTensor, as this rank's part of one, or as a plain tensor that is whole."""
+Shown = DTensorSpec | PlainLocal | None
+"""How forward sees a parameter: as a DTensor, as the local tensor of one, or as a plain tensor that is whole."""
 
 
 def refuse_placement(fqn: str, param: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -116,7 +116,7 @@ def placed(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def local_shape(spec: DTensorSpec) -> tuple[int, ...]:
-    """The shape of this rank's part of a tensor."""
+    """The shape of this rank's local tensor."""
     return tuple(compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)[0])
 
 
@@ -243,7 +243,7 @@ class TensorParallel:
     def local_gradients(
         self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype, add_up: AddUp
     ) -> list[torch.Tensor | None]:
-        """This rank's part of the gradients that autograd has left on the unsharded parameters, placed like those. If
+        """The local tensors of gradients that autograd has left on the unsharded parameters, placed like those. If
         each rank has only a term of them, ``add_up`` sums them in ``dtype``, with one all-reduce for all of them.
 
         Ranks: all of the parameters' own meshes, which have gradients for the same parameters.
@@ -268,19 +268,19 @@ class TensorParallel:
             result[i] = local if type(local) is torch.Tensor else waited(local)
         for transport, indices in self.terms(grads) if has_terms else ():
             if indices:
-                parts = [part for i in indices if (part := result[i]) is not None]
-                flat = torch.cat([part.reshape(-1).to(dtype) for part in parts])
+                terms = [term for i in indices if (term := result[i]) is not None]
+                flat = torch.cat([term.reshape(-1).to(dtype) for term in terms])
                 add_up(transport, flat, indices)
-                totals = flat.split([part.numel() for part in parts])
-                for i, part, total in zip(indices, parts, totals, strict=True):
-                    result[i] = total.view(part.shape)
+                totals = flat.split([term.numel() for term in terms])
+                for i, term, total in zip(indices, terms, totals, strict=True):
+                    result[i] = total.view(term.shape)
         return result
 
     def _summed_dims(self, index: int, grad: torch.Tensor | None) -> list[int]:
         """The dimensions of its own mesh over which a gradient must be summed to be placed like its parameter, if sums
         suffice."""
         spec, shown, dims = self.specs[index], self.shown[index], self._own_dims[index]
-        if isinstance(shown, PlainPart):
+        if isinstance(shown, PlainLocal):
             return [] if grad is None else [*shown.terms]
         if spec is None or not isinstance(grad, DTensor):
             return []
@@ -312,7 +312,7 @@ class TensorParallel:
 def _stored_and_shown(param: nn.Parameter) -> tuple[DTensorSpec | None, Shown]:
     annotation = annotation_of(param)
     if annotation is not None:
-        return annotation.spec, None if annotation.spec is None else PlainPart(annotation.terms)
+        return annotation.spec, None if annotation.spec is None else PlainLocal(annotation.terms)
     spec = spec_of(param)
     return spec, param.__dict__.get(ParamAttribute.FORWARD_SPEC, spec)
 

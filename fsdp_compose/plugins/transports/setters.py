@@ -135,14 +135,23 @@ def _try(wire: WireFormat, device: torch.device) -> None:
         ) from error
 
 
-_Wrap = Callable[[Transport, TransportRole], Transport]
-
-
-def _change(call: str, module: nn.Module, wrap: _Wrap | None, recurse: bool) -> None:
+def _change(
+    call: str, module: nn.Module, wrap: Callable[[Transport, TransportRole], Transport] | None, recurse: bool
+) -> None:
     states = states_for(module, call, recurse)
     for state in states:
         refuse_unless_between_iterations(call, state)
-    change = _checked(call, wrap)
+
+    def change(transport: Transport, role: TransportRole) -> Transport:
+        plain = transport.exact
+        wrapped = plain if wrap is None else wrap(plain, role)
+        if not isinstance(wrapped, Transport) or wrapped.group is not plain.group:
+            raise MisuseTypeError(
+                f"{call}(): wrap() returned {wrapped!r} for {role.value}, which is not a transport of the same process "
+                "group: return the given one, or a TransportWrapper around it"
+            )
+        return wrapped
+
     change_meshes(states, lambda mesh: mesh.with_transports(change))
     for state in states:
         # What is gathered has the old rounding: gather it again, on all ranks.
@@ -175,17 +184,3 @@ def refuse_unless_between_iterations(call: str, state: _FSDPState) -> None:
             f"{call}(): a forward or backward of the fully_shard group {state.name} is running or still to come: call "
             "it between iterations"
         )
-
-
-def _checked(call: str, wrap: _Wrap | None) -> _Wrap:
-    def change(transport: Transport, role: TransportRole) -> Transport:
-        plain = transport.exact
-        wrapped = plain if wrap is None else wrap(plain, role)
-        if not isinstance(wrapped, Transport) or wrapped.group is not plain.group:
-            raise MisuseTypeError(
-                f"{call}(): wrap() returned {wrapped!r} for {role.value}, which is not a transport of the same process "
-                "group: return the given one, or a TransportWrapper around it"
-            )
-        return wrapped
-
-    return change

@@ -1,10 +1,10 @@
 """Fewer bytes between ranks: a transport that sends encoded tensors by another one, and the encodings.
 
 ``Wire`` belongs around the transport that it sends by: schedules, errors, the journal and ``trace`` see what is really
-sent. Gathers are encoded by the owner of each part, and all ranks, the owner too, compute with the decoded part: all
-have the same bits. A reduction of encoded parts is an all-to-all and a sum on the owner, since no backend can add what
+sent. Gathers are encoded by the owner of each shard, and all ranks, the owner too, compute with the decoded one: all
+have the same bits. A reduction of encoded chunks is an all-to-all and a sum on the owner, since no backend can add what
 it cannot read (as in ZeRO++, arXiv:2306.10209). Sums are formed in fp32 (or wider), in rank order, and rounded once; in
-them, the owner's own part, which is not sent, is exact. No rank keeps what rounding has dropped: such a residual would
+them, the owner's own chunk, which is not sent, is exact. No rank keeps what rounding has dropped: such a residual would
 be as large as all gradients, on every rank.
 """
 
@@ -75,11 +75,7 @@ class Bfloat16(WireFormat):
         packed.view(torch.bfloat16).copy_(source)
 
     def decode(self, packed: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
-        elements = packed.view(torch.bfloat16)
-        if adds:
-            out.add_(elements)
-        else:
-            out.copy_(elements)
+        (out.add_ if adds else out.copy_)(packed.view(torch.bfloat16))
 
 
 class Int8(WireFormat):
@@ -148,8 +144,8 @@ class Int8(WireFormat):
         whole, step = numel // size, self._chunk(plain) // size
         for first in range(0, whole, step):
             last = min(whole, first + step)
-            part = slice(first * size, last * size)
-            found.append((plain[part].view(-1, size), scales[first:last], elements[part].view(-1, size)))
+            chunk = slice(first * size, last * size)
+            found.append((plain[chunk].view(-1, size), scales[first:last], elements[chunk].view(-1, size)))
         if whole * size < numel:
             found.append((plain[None, whole * size :], scales[whole:], elements[None, whole * size :]))
         return found
@@ -197,8 +193,8 @@ class Wire(TransportWrapper):
             return self.inner.as_gathered(part.to(dtype), dtype)
         if self.inner.rounds:
             return None
-        gathered = part.new_empty(part.shape, dtype=dtype)
-        packed = _rows(part, 1, encoding.nbytes(part.numel()))[0, : encoding.nbytes(part.numel())]
+        gathered, nbytes = part.new_empty(part.shape, dtype=dtype), encoding.nbytes(part.numel())
+        packed = _rows(part, 1, nbytes)[0, :nbytes]
         encoding.encode(part, packed)
         encoding.decode(packed, gathered, False)
         return gathered
@@ -207,8 +203,7 @@ class Wire(TransportWrapper):
         encoding = _useful(self._sums, shard.numel(), whole.dtype)
         if encoding is None:
             return self.inner.reduce_scatter(shard, whole, is_average, label)
-        parts = [*whole.chunk(self.group.size())]
-        work, received, reads = self._exchange(encoding, parts, label)
+        work, received, reads = self._exchange(encoding, whole.chunk(self.group.size()), label)
         divisor = self.group.size() if is_average else 1
         return finish_with(work, whole.device, lambda: _add_up(encoding, received, shard, divisor), reads)
 
@@ -217,39 +212,40 @@ class Wire(TransportWrapper):
         if encoding is None:
             return self.inner.all_reduce(tensor, is_average, label)
         rank, size = self.group.rank(), self.group.size()
-        parts = [*tensor.tensor_split(size)]
-        lengths = [encoding.nbytes(part.numel()) for part in parts]
-        first, received, reads = self._exchange(encoding, parts, label)
+        chunks = tensor.tensor_split(size)
+        lengths = [encoding.nbytes(chunk.numel()) for chunk in chunks]
+        work, received, reads = self._exchange(encoding, chunks, label)
         packed = _rows(tensor, size, lengths[0])
-        own = torch.empty_like(parts[rank], dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-        def begin_second() -> Work:
-            _add_up(encoding, received, own, size if is_average else 1)
-            encoding.encode(own, packed[rank, : lengths[rank]])
-            return self.inner.all_gather(packed.view(-1), packed[rank], label)
+        own = torch.empty_like(chunks[rank], dtype=torch.promote_types(tensor.dtype, torch.float32))
+        second: list[Work] = []  # begins on the CPU in ``wait()``, which all ranks call in the same order
 
         def finish() -> None:
-            for row, nbytes, part in zip(packed, lengths, parts, strict=True):
-                encoding.decode(row[:nbytes], part, False)
+            if not second:  # issued once, also if it has failed and is waited for again
+                _add_up(encoding, received, own, size if is_average else 1)
+                encoding.encode(own, packed[rank, : lengths[rank]])
+                second.append(self.inner.all_gather(packed.view(-1), packed[rank], label))
+            second[0].wait()
+            for row, nbytes, chunk in zip(packed, lengths, chunks, strict=True):
+                encoding.decode(row[:nbytes], chunk, False)
 
-        return finish_with(_InTurn(first, begin_second, tensor.device), tensor.device, finish, reads)
+        return finish_with(work, tensor.device, finish, reads)
 
     def _exchange(
-        self, encoding: WireFormat, parts: list[torch.Tensor], label: Label
+        self, encoding: WireFormat, chunks: Sequence[torch.Tensor], label: Label
     ) -> tuple[Work, list[torch.Tensor], torch.Tensor]:
-        """Send each rank its part. Return the parts for this one, by rank, encoded but for its own, and memory that is
+        """Send each rank its chunk. Return those for this one, by rank, encoded but for its own, and memory that is
         read until they have come."""
         rank, size = self.group.rank(), self.group.size()
-        # A copy, since the sum may overwrite the part.
-        own = parts[rank].to(torch.promote_types(parts[rank].dtype, torch.float32), copy=True)
-        lengths = [encoding.nbytes(part.numel()) for part in parts]
+        # A copy, since the sum may overwrite the chunk.
+        own = chunks[rank].to(torch.promote_types(chunks[rank].dtype, torch.float32), copy=True)
+        lengths = [encoding.nbytes(chunk.numel()) for chunk in chunks]
         padded = [_padded(length) for length in lengths]
         num_moved = (size - 1) * sum(padded)
         padded[rank] = 0
         sent = torch.empty(sum(padded), dtype=torch.uint8, device=own.device)
-        for i, (part, packed) in enumerate(zip(parts, sent.split(padded), strict=True)):
+        for i, (chunk, packed) in enumerate(zip(chunks, sent.split(padded), strict=True)):
             if i != rank:
-                encoding.encode(part, packed[: lengths[i]])
+                encoding.encode(chunk, packed[: lengths[i]])
         arrived = _rows(own, size - 1, lengths[rank])
         arriving = [0 if i == rank else arrived.shape[1] for i in range(size)]
         work = self.inner.all_to_all(arrived.view(-1), sent, arriving, padded, num_moved, label)
@@ -270,20 +266,18 @@ def _padded(nbytes: int) -> int:
 
 
 def _rows(like: torch.Tensor, num: int, nbytes: int) -> torch.Tensor:
-    """Memory for encoded parts of this length; a row each, which begins as ``WireFormat`` promises."""
+    """Memory for encoded chunks of this length; a row each, which begins as ``WireFormat`` promises."""
     return torch.empty(num, _padded(nbytes), dtype=torch.uint8, device=like.device)
 
 
-def _add_up(encoding: WireFormat, parts: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
-    """Write the sum of all ranks' parts to ``out``, divided. Those of other ranks are encoded."""
+def _add_up(encoding: WireFormat, terms: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
+    """Write the sum of all ranks' terms to ``out``, divided. Those of other ranks are encoded."""
     total = out if out.element_size() >= 4 else torch.empty_like(out, dtype=torch.float32)
-    for rank, part in enumerate(parts):
-        if part.dtype == torch.uint8:
-            encoding.decode(part, total, rank > 0)
-        elif rank:
-            total.add_(part)
+    for rank, term in enumerate(terms):
+        if term.dtype == torch.uint8:
+            encoding.decode(term, total, rank > 0)
         else:
-            total.copy_(part)
+            (total.add_ if rank else total.copy_)(term)
     if divisor > 1:
         total.div_(divisor)
     if total is not out:
@@ -326,23 +320,3 @@ class _OnStream:
 
     def wait(self) -> None:
         self._module.current_stream(self._device).wait_event(self._event)
-
-
-class _InTurn:
-    """Two collectives. On the CPU the second one begins in ``wait()``, which all ranks call in the same order."""
-
-    __slots__ = ("_begin", "_first", "_second")
-
-    def __init__(self, first: Work, begin: Callable[[], Work], device: torch.device) -> None:
-        self._first, self._begin = first, begin
-        self._second: Work | None = None
-        if streams_of(device) is not None:
-            first.wait()
-            self._second = begin()
-
-    def wait(self) -> None:
-        if self._second is None:
-            self._first.wait()
-            with torch.no_grad():
-                self._second = self._begin()
-        self._second.wait()

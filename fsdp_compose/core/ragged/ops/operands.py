@@ -38,12 +38,6 @@ _INDEXED_WRITES = {
 _WRITES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_", *_INDEXED_WRITES}
 
 
-def writes_through(func: Any) -> bool:
-    """Whether ``func`` writes elements, and nothing else, to its first argument."""
-    name = func._schema.name
-    return name.endswith("_") and (name in _WRITES or torch.Tag.pointwise in func.tags)
-
-
 def writes_by_index(func: Any) -> bool:
     """Whether ``func`` writes only to those elements of its first argument that indices or a mask select."""
     return func._schema.name in _INDEXED_WRITES
@@ -220,16 +214,19 @@ class ReplicatedDTensor(DTensor):
     def __tensor_unflatten__(inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> DTensor:
         placements, meta, *_, requires_grad = context
         spec = DTensorSpec(inner["device_mesh"], placements, TensorMeta(outer_size, outer_stride, meta.dtype))
-        result: DTensor = make_dtensor(ReplicatedDTensor, inner["_local_tensor"], spec, requires_grad)
-        return result
+        return make_dtensor(ReplicatedDTensor, inner["_local_tensor"], spec, requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self)).__reduce_ex__(protocol)
+        return _stock(self).__reduce_ex__(protocol)
+
+
+def _stock(tensor: DTensor) -> DTensor:
+    return make_dtensor(DTensor, local_tensor(tensor), dtensor_spec(tensor))
 
 
 class PartialDTensor(DTensor):
-    """A result of which each rank has a part, with the placements that stock DTensor leaves. Its operations are stock
-    DTensor's, except that ``item()``, which reads this rank's part there, is that of the whole."""
+    """A result of which each rank has a term, with the placements that stock DTensor leaves. Its operations are stock
+    DTensor's, except that ``item()``, which reads this rank's term there, is that of the whole."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -238,16 +235,11 @@ class PartialDTensor(DTensor):
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].full_tensor().item()
 
-        def stock(tensor: DTensor) -> DTensor:
-            result: DTensor = make_dtensor(DTensor, local_tensor(tensor), dtensor_spec(tensor))
-            return result
-
         def back(tensor: DTensor) -> DTensor:
             is_partial = type(tensor) is DTensor and any(item.is_partial() for item in tensor.placements)
-            result: DTensor = make_dtensor(cls, local_tensor(tensor), dtensor_spec(tensor)) if is_partial else tensor
-            return result
+            return make_dtensor(cls, local_tensor(tensor), dtensor_spec(tensor)) if is_partial else tensor
 
-        args, kwargs = map_instances(cls, stock, args), map_instances(cls, stock, kwargs or {})
+        args, kwargs = map_instances(cls, _stock, args), map_instances(cls, _stock, kwargs or {})
         return map_instances(DTensor, back, func(*args, **kwargs))
 
     __reduce_ex__ = ReplicatedDTensor.__reduce_ex__
@@ -265,8 +257,8 @@ def _one_by_one(func: Any, args: Args, kwargs: Kwargs, num: int) -> Any:
     """Run an operation on lists of tensors of several kinds."""
     results = []
     for i in range(num):
-        part = [pick(item, [i], num) for item in args]
-        results.append(func(*part, **{key: pick(item, [i], num) for key, item in kwargs.items()}))
+        picked = [pick(item, [i], num) for item in args]
+        results.append(func(*picked, **{key: pick(item, [i], num) for key, item in kwargs.items()}))
     return None if results[0] is None else [result[0] for result in results]
 
 
@@ -274,7 +266,7 @@ def _by_stock_rules(func: Any, args: Args, kwargs: Kwargs) -> Any:
     back: dict[int, ReplicatedDTensor] = {}
 
     def stock(tensor: ReplicatedDTensor) -> DTensor:
-        result: DTensor = make_dtensor(DTensor, local_tensor(tensor), dtensor_spec(tensor))
+        result = _stock(tensor)
         back[id(result)] = tensor
         return result
 
@@ -352,9 +344,9 @@ def _on_whole(func: Any, args: Args, kwargs: Kwargs, spec: DTensorSpec, is_plain
 class GatheredView(DTensor):
     """The result of a view operation on a ``RaggedDTensor`` where no ragged view exists: a view of its gathered copy.
 
-    The operations in ``writes_through`` write to the sharded tensor too; other writes raise. Once the sharded tensor
-    has been written to, every use of the copy raises. (Only on the ranks that were written to: writes by some ranks
-    alone, through ``to_local()``, are not tracked on the others.)
+    Operations that write elements, and nothing else, to their first argument write to the sharded tensor too; other
+    writes raise. Once the sharded tensor has been written to, every use of the copy raises. (Only on the ranks that
+    were written to: writes by some ranks alone, through ``to_local()``, are not tracked on the others.)
 
     Ranks: all ranks of the mesh make it and write to it together, as with any replicated DTensor.
     """
@@ -367,7 +359,7 @@ class GatheredView(DTensor):
     def __new__(
         cls: type[GatheredView], view: DTensor, source: RaggedDTensor, whole: torch.Tensor, seen: list[Any]
     ) -> GatheredView:
-        result: GatheredView = make_dtensor(cls, local_tensor(view), dtensor_spec(view))
+        result = make_dtensor(cls, local_tensor(view), dtensor_spec(view))
         result._source, result._whole, result._seen = source, whole, seen
         return result
 
@@ -427,8 +419,7 @@ class GatheredView(DTensor):
     def plain(self) -> ReplicatedDTensor:
         """Return this view as a replicated DTensor that shares its memory, outside autograd."""
         self.check()
-        result: ReplicatedDTensor = make_dtensor(ReplicatedDTensor, local_tensor(self), dtensor_spec(self))
-        return result
+        return make_dtensor(ReplicatedDTensor, local_tensor(self), dtensor_spec(self))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -436,7 +427,8 @@ class GatheredView(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         targets = [item for item in written(func, args, kwargs) if isinstance(item, GatheredView)]
-        if targets and not writes_through(func):
+        name = func._schema.name
+        if targets and not (name.endswith("_") and (name in _WRITES or torch.Tag.pointwise in func.tags)):
             raise RuntimeError(
                 f"{func} would write to a gathered copy of (a part of) a sharded tensor, and the write would be lost. "
                 "Write to the sharded tensor itself, to a slice of its dim 0, or to its to_local()"
@@ -466,8 +458,8 @@ class GatheredView(DTensor):
 class _UsedByEachRank(DifferentiableGather):
     """Returns a gathered tensor for each rank to use by itself: the gradient is the average over the ranks."""
 
-    def all_gather(self, parts: Sequence[GatheredView]) -> list[torch.Tensor]:
-        return [part.plain().clone() for part in parts]
+    def all_gather(self, sharded: Sequence[GatheredView]) -> list[torch.Tensor]:
+        return [view.plain().clone() for view in sharded]
 
     def reduce_scatter(self, grads: Sequence[DTensor]) -> list[torch.Tensor]:
         return [averaged(grad) for grad in grads]
@@ -526,7 +518,7 @@ def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTens
     if tensor.shape != spec.shape:
         if torch.broadcast_shapes(tensor.shape, spec.shape) != spec.shape:
             raise Larger
-        tensor = plain_dtensor(tensor).expand(spec.shape)
+        tensor = (gathered(tensor) if isinstance(tensor, RaggedDTensor) else tensor).expand(spec.shape)
     if isinstance(tensor, ReplicatedDTensor) and tensor.device_mesh == spec.mesh:
         return shard_whole(tensor._local_tensor, spec)
     return local_tensor(distribute_ragged(tensor, spec.mesh, spec.placements))
@@ -544,13 +536,6 @@ def scalar_operand(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor._local_tensor if isinstance(tensor, ReplicatedDTensor) else tensor.full_tensor()
-
-
-def plain_dtensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert ``tensor`` to a DTensor without a ragged layout."""
-    if isinstance(tensor, RaggedDTensor):
-        return gathered(tensor)
-    return tensor.plain() if isinstance(tensor, GatheredView) else tensor
 
 
 def as_scalar(local: torch.Tensor) -> torch.Tensor:
@@ -582,5 +567,4 @@ def on_all_ranks(result: torch.Tensor, like: DTensorSpec) -> ReplicatedDTensor:
     """The same, for the ranks of another replicated tensor, whose layout it shares if it can."""
     meta = TensorMeta(result.shape, result.stride(), result.dtype)
     spec = like if like.tensor_meta == meta else DTensorSpec(like.mesh, like.placements, meta)
-    tensor: ReplicatedDTensor = make_dtensor(ReplicatedDTensor, result, spec)
-    return tensor
+    return make_dtensor(ReplicatedDTensor, result, spec)

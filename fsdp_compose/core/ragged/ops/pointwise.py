@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,17 +78,14 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return write_elsewhere(func, model, args, kwargs)
     else:
         operands = [item for item in (*args, *kwargs.values()) if isinstance(item, RaggedDTensor)]
-        model = operands[0] if len(operands) == 1 else max(operands, key=_size)
+        model = operands[0] if len(operands) == 1 else max(operands, key=lambda item: (item.dim(), item.numel()))
     spec = model._spec
     if spec.is_scalar:
         return _pointwise_scalar(func, args, kwargs, model, is_written=bool(targets))
     if kwargs.get("out") is not None:
         shapes = [item.shape for item in args if isinstance(item, torch.Tensor)]
         if torch.broadcast_shapes(*shapes) != spec.shape:
-            raise RuntimeError(
-                f"{func}: the result does not have the shape of the sharded tensor that it would be written to, "
-                f"{tuple(model.shape)}"
-            )
+            raise _other_shape(func, model)
     read = None if targets else model
     try:
         local_args = [
@@ -104,10 +102,7 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
         }
     except Larger:
         if targets:
-            raise RuntimeError(
-                f"{func}: the result does not have the shape of the sharded tensor that it would be written to, "
-                f"{tuple(model.shape)}"
-            ) from None
+            raise _other_shape(func, model) from None
         return gather_all(func, args, kwargs)
     result = func(*local_args, **local_kwargs)
     if targets:
@@ -117,6 +112,13 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(result, torch.Tensor):
         return wrap_local_shard(result, spec)
     return type(result)([wrap_local_shard(item, spec) for item in result])
+
+
+def _other_shape(func: Any, target: torch.Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{func}: the result does not have the shape of the sharded tensor that it would be written to, "
+        f"{tuple(target.shape)}"
+    )
 
 
 def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -192,10 +194,6 @@ def _pointwise_scalar(func: Any, args: Args, kwargs: Kwargs, model: RaggedDTenso
     return type(result)([from_scalar(item, model._spec) for item in result])
 
 
-def _size(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.dim(), tensor.numel()
-
-
 # ---- ``_foreach_*`` and ``_fused_*``: operations on lists of tensors, where the i-th tensors of all lists belong
 # together
 
@@ -214,16 +212,16 @@ def per_element(func: Any, args: Args, kwargs: Kwargs) -> Any:
     for indices in (ragged, scalars, others):
         if not indices:
             continue
-        part = [pick(item, indices, num) for item in args]
-        part_kwargs = {key: pick(item, indices, num) for key, item in kwargs.items()}
+        picked = [pick(item, indices, num) for item in args]
+        picked_kwargs = {key: pick(item, indices, num) for key, item in kwargs.items()}
         if indices is not others:
-            found = _on_locals(func, tuple(part), part_kwargs, part[lead])
+            found = _on_locals(func, tuple(picked), picked_kwargs, picked[lead])
         else:
             if func._schema.name.startswith("aten::_fused_"):
-                _refuse_other_layouts(func, part)
+                _refuse_other_layouts(func, picked)
             # Placed like their leaders: in place, stock rules would let a leader change its layout.
-            part = [_like_leaders(func, item, part[lead]) if is_tensors(item) else item for item in part]
-            found = func(*part, **part_kwargs)
+            picked = [_like_leaders(func, item, picked[lead]) if is_tensors(item) else item for item in picked]
+            found = func(*picked, **picked_kwargs)
         for i, result in zip(indices, found or (), strict=False):
             results[i] = result
     return results if any(item is not None for item in results) else None
@@ -254,18 +252,16 @@ def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDT
     written_locals: list[torch.Tensor] = []
     for position, value in enumerate(args):
         if is_tensors(value):
-            if _are_counters(value):
+            # Plain 0-dim tensors, such as the step counts of optimizers.
+            if {*map(type, value)} == {torch.Tensor} and not any(map(torch.Tensor.dim, value)):
                 local_args.append(value)
                 continue
             is_written = position in positions
             if specs[0].is_scalar:
-                locals_ = [
-                    _other_operand(func, item, spec, is_written) for item, spec in zip(value, specs, strict=True)
-                ]
-                locals_ = [as_scalar(item) for item in locals_]
+                pairs = zip(value, specs, strict=True)
+                local_args.append([as_scalar(_other_operand(func, item, spec, is_written)) for item, spec in pairs])
                 if is_written:
                     written_locals += [item._local_tensor for item in value if type(item) is RaggedDTensor]
-                local_args.append(locals_)
                 continue
             locals_ = [
                 tensor._local_tensor
@@ -296,11 +292,6 @@ def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDT
     return [wrap(item, spec) for item, spec in zip(result, specs, strict=True)]
 
 
-def _are_counters(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these are plain 0-dim tensors, such as the step counts of optimizers."""
-    return {*map(type, tensors)} == {torch.Tensor} and not any(map(torch.Tensor.dim, tensors))
-
-
 def _other_operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, is_written: bool) -> torch.Tensor:
     if is_written and not is_alike(tensor, spec) and tensor.dim() > 0:  # a write to a converted copy would be lost
         raise RuntimeError(
@@ -318,13 +309,12 @@ def _other_operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, is_written
 
 
 def _refuse_other_layouts(func: Any, args: Sequence[Any]) -> None:
-    for value in args:
-        for tensor in value if is_tensors(value) else ():
-            if isinstance(tensor, RaggedDTensor):
-                raise RuntimeError(
-                    f"{func}: a gradient or optimizer state is placed {list(tensor.placements)}, but its parameter is "
-                    "sharded differently"
-                )
+    for tensor in chain.from_iterable(filter(is_tensors, args)):
+        if isinstance(tensor, RaggedDTensor):
+            raise RuntimeError(
+                f"{func}: a gradient or optimizer state is placed {list(tensor.placements)}, but its parameter is "
+                "sharded differently"
+            )
 
 
 def unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
@@ -380,8 +370,7 @@ def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     replicas = [i for i, item in enumerate(spec.placements) if item.is_replicate()]
     check_generators(func, spec, replicas, kwargs.get("generator"))
     whole = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
-    drawn = func(whole, *args[1:], **kwargs)
-    drawn_shard = shard_whole(drawn, spec)
+    drawn_shard = shard_whole(func(whole, *args[1:], **kwargs), spec)
     if is_in_place:
         local.copy_(drawn_shard)
         note_write_of_all_ranks(local)

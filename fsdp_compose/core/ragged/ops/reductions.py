@@ -22,7 +22,7 @@ from ..placement import RaggedSpec
 from .operands import Args, Kwargs, PartialDTensor, ReplicatedDTensor, operand, over_ranks, replicated, scalar_operand
 from .views import gather_all
 
-# ---- Norms and extremes of tensors that are spread over ranks: a part on each rank, one collective, then the whole
+# ---- Norms and extremes of tensors that are spread over ranks: a term on each rank, one collective, then the whole
 
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,16 +31,13 @@ def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def partial_norm(local: torch.Tensor, order: float) -> torch.Tensor:
-    """The part of a norm that adds up over the ranks: the sum of powers; for orders inf and -inf the largest
+    """The term of a norm that adds up over the ranks: the sum of powers; for orders inf and -inf the largest
     and the smallest magnitude."""
     if not local.numel():
         # What changes nothing in the other ranks' result.
         return local.abs().new_full((), inf if order == -inf else 0.0)
-    if order in (inf, -inf):
-        return torch.linalg.vector_norm(local, order)
-    if order == 0:
-        return torch.linalg.vector_norm(local, 0)
-    return torch.linalg.vector_norm(local, order).pow(order)
+    norm = torch.linalg.vector_norm(local, order)
+    return norm if order in (0, inf, -inf) else norm.pow(order)
 
 
 def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup) -> None:
@@ -73,7 +70,7 @@ def finish_norm(combined: torch.Tensor, order: float) -> torch.Tensor:
     return combined if order in (0, inf, -inf) else combined.pow(1.0 / order)
 
 
-# ---- Results that each rank has a part of, as those of stock DTensor
+# ---- Results that each rank has a term of, as those of stock DTensor
 
 
 def _is_left_partial(tensors: Sequence[Any]) -> bool:
@@ -92,8 +89,7 @@ def _is_left_partial(tensors: Sequence[Any]) -> bool:
 def _partial(local: torch.Tensor, placement: Placement, spec: RaggedSpec) -> DTensor:
     placements = tuple(placement if dim in spec.reduce_dims else Replicate() for dim in range(spec.mesh.ndim))
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    result: DTensor = make_dtensor(PartialDTensor, local, DTensorSpec(spec.mesh, placements, meta))
-    return result
+    return make_dtensor(PartialDTensor, local, DTensorSpec(spec.mesh, placements, meta))
 
 
 def _placement_of(order: float) -> Placement:
@@ -144,8 +140,8 @@ def sum_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
     source = args[0].dtype
     dtype = kwargs.get("dtype") or (source if source.is_floating_point else None)
     if _is_left_partial(args[:1]) and not _names_dims(func, args, kwargs):
-        part = _sum(*args, **kwargs)
-        return _partial(part.to(dtype or part.dtype), Partial(), args[0]._spec)
+        own = _sum(*args, **kwargs)
+        return _partial(own.to(dtype or own.dtype), Partial(), args[0]._spec)
     result = reduction(_sum, dist.ReduceOp.SUM)(func, args, kwargs)
     return result.to(dtype or result.dtype)
 
@@ -156,8 +152,8 @@ def mean_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return func(args[0]._local_tensor)  # raises, as for any integer tensor
         if _is_left_partial(args[:1]):
             spec, asked = args[0]._spec, kwargs.get("dtype")
-            num_parts = prod(spec.mesh.size(dim) for dim in spec.reduce_dims)  # of unequal lengths
-            mean = _sum(*args, **kwargs) * (num_parts / args[0].numel())
+            num_shards = prod(spec.mesh.size(dim) for dim in spec.reduce_dims)  # of unequal lengths
+            mean = _sum(*args, **kwargs) * (num_shards / args[0].numel())
             return _partial(mean.to(asked or args[0].dtype), Partial("avg"), spec)
         accumulated = reduction(_sum, dist.ReduceOp.SUM)(func, args, kwargs)
         return (accumulated / args[0].numel()).to(kwargs.get("dtype") or args[0].dtype)
@@ -267,10 +263,6 @@ def extreme_handler(is_max: bool) -> Handler:
     return handler
 
 
-def foreach_max(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return [item.max() for item in args[0]]
-
-
 def any_handler(is_any: bool) -> Handler:
     def local(tensor: RaggedDTensor, *_: Any, **__: Any) -> torch.Tensor:
         elements = tensor._local_tensor
@@ -279,10 +271,6 @@ def any_handler(is_any: bool) -> Handler:
     op = dist.ReduceOp.MAX if is_any else dist.ReduceOp.MIN
     # torch makes a byte from bytes.
     return reduction(local, op, lambda result, tensor: result if tensor.dtype == torch.uint8 else result.bool())
-
-
-def count_nonzero(tensor: RaggedDTensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor._local_tensor.count_nonzero()
 
 
 def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
@@ -309,7 +297,7 @@ aten = torch.ops.aten
 
 BY_OPERATOR: dict[Any, Handler] = {
     aten._foreach_norm.Scalar: foreach_norms,
-    aten._foreach_max.default: foreach_max,
+    aten._foreach_max.default: lambda _func, args, _kwargs: [item.max() for item in args[0]],
     aten.sum.default: sum_handler,
     aten.sum.dim_IntList: sum_handler,
     aten.mean.default: mean_handler,
@@ -322,7 +310,7 @@ BY_OPERATOR: dict[Any, Handler] = {
     aten.amin.default: extreme_handler(is_max=False),
     aten.any.default: any_handler(is_any=True),
     aten.all.default: any_handler(is_any=False),
-    aten.count_nonzero.default: reduction(count_nonzero, dist.ReduceOp.SUM),
+    aten.count_nonzero.default: reduction(lambda item, *_, **__: item._local_tensor.count_nonzero(), dist.ReduceOp.SUM),
     aten.equal.default: equal,
     aten.allclose.default: allclose,
 }

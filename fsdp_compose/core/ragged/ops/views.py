@@ -47,7 +47,7 @@ from .operands import (
 # sharded tensor goes to a whole copy, from which every rank then copies its local shard back.
 
 
-_aten = torch.ops.aten
+aten = torch.ops.aten
 
 
 def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -68,7 +68,7 @@ def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def look_up(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``F.embedding()`` and the like, whose weight must not be a sharded parameter."""
     weight, indices = args[:2]
-    # The indices are a rank's own part of the batch, though _own_tensors() takes integers to be the same everywhere.
+    # The indices are those of a rank's own samples, though _own_tensors() takes integers to be the same everywhere.
     if hasattr(weight, OWNER_ATTRIBUTE) and not isinstance(indices, DTensor):
         raise MixedOperandsError(
             f"{func}: got mixed a torch.Tensor of indices of shape {tuple(indices.shape)} and {describe_owner(weight)}"
@@ -156,31 +156,18 @@ def _as_stock(tensor: RaggedDTensor, func: Any) -> DTensor:
     if not spec.is_even:
         warn_gathers(func)
         return gathered(tensor)
-    stock: DTensor = make_dtensor(
-        DTensor, tensor._local_tensor, DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta)
-    )
-    return stock
+    return make_dtensor(DTensor, tensor._local_tensor, DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta))
 
 
 def item(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(_whole(args[0]))
 
 
-# ---- Parts of the fallback
+# ---- Helpers of the fallback
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:
     return (gathered(tensor) if isinstance(tensor, RaggedDTensor) else tensor).full_tensor()
-
-
-def gathered_with_warning(func: Any) -> Callable[[RaggedDTensor], DTensor]:
-    def gather(tensor: RaggedDTensor) -> DTensor:
-        warn_gathers(func)
-        plain = gathered(tensor)
-        # The whole tensor, also where another placement shards it: stock rules do that best.
-        return plain.redistribute(placements=[Replicate()] * plain.device_mesh.ndim)
-
-    return gather
 
 
 def _refuse_wrappers() -> None:
@@ -198,9 +185,9 @@ def _refuse_wrappers() -> None:
 
 
 def _own_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    """The plain tensors among the arguments that may hold a rank's own part of something; raise where they may not be
+    """The plain tensors among the arguments that may hold a rank's own share of something; raise where they may not be
     mixed with sharded ones."""
-    # Autograd joins the gradients of parts, with plain zeros for a part that got none: the same on every rank.
+    # Autograd joins the gradients of pieces, with plain zeros for a piece that got none: the same on every rank.
     if func in _JOINS and current_graph_task_id() != -1:
         return []
     tensors = [*tensors_in((args, kwargs))]
@@ -218,7 +205,7 @@ def _own_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
 
 
 # Called by the backward of unbind(), split() and chunk().
-_JOINS = {_aten.stack.default, _aten.cat.default}
+_JOINS = {aten.stack.default, aten.cat.default}
 
 
 @cache
@@ -231,9 +218,6 @@ def warn_gathers(func: Any) -> None:
 
 
 # ---- Ragged and gathered views
-
-
-aten = torch.ops.aten
 
 
 def alias(func: Any, args: Args, kwargs: Kwargs) -> RaggedDTensor:
@@ -307,7 +291,10 @@ def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def gathered_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make a view that is not a range on every rank: a view of a gathered copy."""
     tensor: RaggedDTensor = args[0]
-    plain = gathered_with_warning(func)(tensor)
+    warn_gathers(func)
+    plain = gathered(tensor)
+    # The whole tensor, also where another placement shards it: stock rules do that best.
+    plain = plain.redistribute(placements=[Replicate()] * plain.device_mesh.ndim)
     whole = GatheredView(plain, tensor, local_tensor(plain), [])
     whole.note_version()
     views = func(local_tensor(plain), *args[1:], **kwargs)
