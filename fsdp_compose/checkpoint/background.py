@@ -164,7 +164,7 @@ class Saver:
                 signature = _signature(planner)
                 is_kept = signature is not None and signature == self._kept.signature
                 if not peers.ask("kept plan", is_kept, all):
-                    self._kept = _Kept(signature, *_plan_together(peers, planner, begun))
+                    self._kept = _Kept(signature, _plan_together(peers, planner, begun))
                 copied = peers.attempt(self._copy, planner, begun, peers, waiting)
             copied.future.set_running_or_notify_cancel()
             self._underway.future = copied.future
@@ -182,13 +182,13 @@ class Saver:
         """Copy this rank's part of the state, take the lock that the writer will hold, and start the thread that sends
         the part to the writer when all ranks have copied theirs."""
         kept = self._kept
-        assert kept.plan is not None
-        data = [planner.resolve_data(item) for item in kept.plan.items]
+        assert kept.layout is not None
+        data = [planner.resolve_data(item) for item in kept.layout.plan.items]
         places, nbytes, on_cuda = _placed(data)
         self._staging.reserve(nbytes, on_cuda)
         values = self._staging.copy(data, places)
-        if kept.layout is None or kept.layout.places != places:
-            kept.layout = Layout(kept.plan, places, kept.metadata)
+        if kept.layout.places != places:
+            kept.layout = replace(kept.layout, places=places)
         about = (values, begun.numbers, self._staging.nbytes, self._timeout)
         request = Request(begun.folder, begun.token, peers.rank, peers.size, kept.layout, *about)
         lock = os.fdopen(hold_lock(meeting_of(begun.folder, begun.token) / f"{peers.rank}.lock"), "wb", buffering=0)
@@ -283,13 +283,10 @@ class _Kept:
 
     Attributes:
         signature: what the plan depends on.
-        metadata: that of the checkpoint, on the first rank.
-        layout: that of the last copy.
+        layout: the plan, with the places of the last copy.
     """
 
     signature: list[Any] | None = None
-    plan: SavePlan | None = None
-    metadata: Metadata | None = None
     layout: Layout | None = None
 
 
@@ -325,7 +322,7 @@ def _signature(planner: SavePlanner) -> list[Any] | None:
     return found
 
 
-def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> tuple[SavePlan, Metadata | None]:
+def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> Layout:
     """Make the plans of all ranks one: the first rank compares them, and says who writes what several have."""
     plans = to_first(peers, begun, peers.attempt(planner.create_local_plan))
 
@@ -341,7 +338,7 @@ def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> tuple[Sa
     if peers.several:
         with completing(peers, begun.folder):
             dist.scatter_object_list(mine, final, group=peers.group, group_src=0)
-    return planner.finish_plan(mine[0]), metadata
+    return Layout(planner.finish_plan(mine[0]), [], metadata)
 
 
 def _placed(data: list[Any]) -> tuple[list[Place | None], int, bool]:
@@ -381,7 +378,6 @@ class _Staging:
             self._release()
 
     def reserve(self, nbytes: int, pinned: bool) -> None:
-        """Make room for so many bytes."""
         if nbytes <= self.nbytes and pinned <= self._is_pinned:
             return
         self._release()  # before there is another: one copy of the state, not two

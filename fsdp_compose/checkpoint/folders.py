@@ -166,12 +166,10 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
 
 
 def as_text(manifest: Mapping[str, Any]) -> str:
-    """Format a manifest, with a checksum of itself."""
     return json.dumps({**manifest, _CHECKSUM: _checksum_of(manifest)}, indent=1)
 
 
 def _checksum_of(manifest: Mapping[str, Any]) -> int:
-    """Return the checksum of everything in the manifest except the checksum itself."""
     rest = {key: value for key, value in manifest.items() if key != _CHECKSUM}
     return crc32(json.dumps(rest, sort_keys=True).encode())
 
@@ -254,7 +252,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
-    """Return new classes and functions for the names in torch's metadata."""
     classes = (Metadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorStorageMetadata)
     known: dict[tuple[str, str], Callable[..., Any]] = {
         (cls.__module__, cls.__qualname__): type(cls.__name__, (cls,), {}) for cls in (*classes, StorageInfo)
@@ -269,7 +266,7 @@ def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
     known["collections", "OrderedDict"] = lambda items=(): OrderedDict(items)
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
-            known[module, name] = lambda *parts: "/".join(map(str, parts))
+            known[module, name] = lambda *names: "/".join(map(str, names))
     return known
 
 
@@ -323,14 +320,14 @@ def _checked(metadata: Any) -> Metadata:
 
 
 def _require_whole(key: str, entry: TensorStorageMetadata) -> None:
-    """Raise ValueError unless the parts of a tensor add up to it: a rank that saves alone writes only its own."""
+    """Raise ValueError unless the pieces of a tensor add up to it: a rank that saves alone writes only its own."""
     size, saved, needed = tuple(entry.size), 0, math.prod(entry.size)
     for offsets, sizes in {(chunk.offsets, chunk.sizes) for chunk in entry.chunks}:
         fits = len(offsets) == len(sizes) == len(size) and all(map(le, map(add, offsets, sizes), size))
         if not fits:
             raise ValueError(f"a part of {key} is not in the tensor of shape {size}")
         saved += math.prod(sizes)
-    # torch refuses to save parts that overlap, so comparing numbers of elements is enough.
+    # torch refuses to save pieces that overlap, so comparing numbers of elements is enough.
     _require(saved == needed, f"{saved} of the {needed} elements of {key} were saved")
 
 
@@ -367,7 +364,6 @@ def partial_of(folder: Path) -> Path:
 
 
 def new_token() -> str:
-    """Return a name that no other save has."""
     return f"save-{uuid.uuid4().hex}"
 
 
@@ -401,18 +397,14 @@ def sweep(folder: Path) -> None:
     for partial in folder.glob("*.partial"):
         with contextlib.suppress(OSError):  # another rank sweeps too
             found = [path for path in partial.iterdir() if _is_ours(path)]
-            ended = {path.name[-32:] for path in found if path.name.startswith("meet-") and _have_all_ended(path)}
+            # All ranks that wrote have ended if nobody holds their locks.
+            locks = {path.name[-32:]: path.glob("*.lock") for path in found if path.name.startswith("meet-")}
+            ended = {name for name, of_save in locks.items() if {*map(is_lock_held, of_save)} == {False}}
             for path in sorted(found, reverse=True):  # the files before the locks, which tell that their save has ended
                 if path.name.startswith("dead-") or path.name[-32:] in ended:
                     shutil.rmtree(path, ignore_errors=True)
             if found:  # else a save may be about to begin
                 partial.rmdir()
-
-
-def _have_all_ended(meeting: Path) -> bool:
-    """Whether all ranks that wrote have ended, as their locks tell."""
-    locks = [*meeting.glob("*.lock")]
-    return bool(locks) and all(is_lock_held(lock) is False for lock in locks)
 
 
 def hold_lock(path: Path) -> int:
@@ -446,17 +438,20 @@ def is_lock_held(path: Path) -> bool | None:
         return None
 
 
+def bury(path: Path, partial: Path) -> None:
+    """Delete a folder that others may use: renamed first, so that they find it whole or not at all."""
+    dead = partial / f"dead-{uuid.uuid4().hex}"
+    with contextlib.suppress(FileNotFoundError):  # finished, or deleted by another job or rank
+        path.rename(dead)
+        shutil.rmtree(dead)
+
+
 def _throw_away(partial: Path) -> None:
-    """Empty the folder of an interrupted save."""
     # The marker of earlier versions comes last: until then it distinguishes the folder from a user's.
     found = sorted(partial.iterdir(), key=lambda path: path.name == UNFINISHED)
     for path in found:
         if _is_ours(path):
-            # Rename it first: another job may be writing to it, and would keep writing while it is deleted.
-            dead = partial / f"dead-{uuid.uuid4().hex}"
-            with contextlib.suppress(FileNotFoundError):  # finished, or deleted by a third job
-                path.rename(dead)
-                shutil.rmtree(dead)
+            bury(path, partial)  # another job may be writing to it, and would keep writing while it is deleted
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -141,8 +141,7 @@ def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
             found = value.layout if value.layout != torch.strided else value.dtype
             raise MisuseRuntimeError(f"{fqn} is {found}, which safetensors does not support: save it by other means")
         if names.aliases(fqn)[0] == fqn:
-            place = names.place(fqn)
-            chosen.setdefault(None if place is None else place[0], {})[fqn] = value
+            chosen.setdefault((names.place(fqn) or (None,))[0], {})[fqn] = value
     return {fqn: value for group in chosen.values() for fqn, value in group.items()}
 
 
@@ -150,12 +149,7 @@ def _stream(
     names: ModelNames, tensors: Mapping[str, torch.Tensor], is_here: bool
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every tensor whole, on the first rank, gathered a flat parameter at a time."""
-
-    def gathered_with(fqn: str) -> Any:
-        place = names.place(fqn)
-        return fqn if place is None else place[0]
-
-    for _, fqns in groupby(tensors, gathered_with):
+    for _, fqns in groupby(tensors, lambda fqn: (names.place(fqn) or (fqn,))[0]):
         batch = {(fqn, ""): tensors[fqn] for fqn in fqns}
         wholes = gather_values(names, batch, to_cpu=True, rank0_only=True, is_first=is_here)
         for key in batch:
@@ -292,7 +286,6 @@ def _look_into(folder: Path) -> dict[str, _Stored]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read the file name of each tensor from the index."""
     try:
         weight_map = json.loads(path.read_text(), object_pairs_hook=_without_twins)["weight_map"]
         if not isinstance(weight_map, dict):
@@ -334,7 +327,7 @@ def _read_header(path: Path) -> dict[str, Described]:
 
 
 def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
-    """Read this rank's part of a stored tensor into new memory."""
+    """Read this rank's shard of a stored tensor into new memory."""
     from safetensors import safe_open
 
     like = target.like

@@ -390,7 +390,6 @@ class _Plan:
         self.last: list[Callable[[], None]] = []  # called at the end
 
     def copy(self, key: str, target: torch.Tensor) -> None:
-        """Plan to copy the tensor of this name."""
         given = self._take(key)
         if given is None:
             return
@@ -432,7 +431,6 @@ class _Plan:
         return found
 
     def finish(self, unknown: Mapping[str, object]) -> None:
-        """Do everything, or raise."""
         self.problems += [f"{name} is unknown here" for name, numbers in unknown.items() if numbers]
         self.problems += [f"{key} is unknown here" for key in self._state if key not in self._used]
         if self.problems:

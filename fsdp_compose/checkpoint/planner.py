@@ -45,7 +45,7 @@ from .values import is_beside, is_of_one_rank, is_optimizer_dict, optimizer_dict
 
 # ---- Checking that the ranks' chunks make up whole tensors, by sorting intervals instead of comparing boxes.
 #
-# A rank's part of a tensor that is sharded by rows or elements consists of boxes that are ranges of the flattened
+# A rank's shard of a tensor that is sharded by rows or elements consists of boxes that are ranges of the flattened
 # tensor. Sorted by their starts, ranges overlap only with their neighbors. torch's own check compares all boxes that
 # overlap in the longest dimension. For a stack of experts that is sharded between elements these are all boxes, and
 # the first rank's time grows with the square of the number of ranks (12.8 s a layer at 4,096, torch 2.13).
@@ -508,7 +508,7 @@ def optimizer_digests(state: Any, path: Path = ()) -> dict[str, str]:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether this rank has the whole value: a plain tensor not marked as a part, or not a tensor."""
+    """Whether this rank has the whole value: a plain tensor not marked as a piece, or not a tensor."""
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, torch.nn.Parameter) and not says_what_it_holds(value)
     return not hasattr(value, "__create_write_items__")

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import time
-import uuid
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ from .folders import (
     METADATA,
     UNFINISHED,
     Saved,
+    bury,
     is_lock_held,
     local_folder,
     partial_of,
@@ -90,13 +89,9 @@ def keep(folder: str | Path, last: int = 3) -> list[Path]:
         raise MisuseError(f"keep(): last is {last}, but at least one checkpoint must stay")
     old = _too_old(_found(local_folder(folder), "keep()"), last)
     for path in old:
-        # Renamed first: a deletion that is interrupted leaves no checkpoint that lacks files.
-        partial = partial_of(path)
-        dead = partial / f"dead-{uuid.uuid4().hex}"
+        partial = partial_of(path)  # where an interrupted deletion leaves no checkpoint that lacks files
         partial.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another rank deletes it
-            path.rename(dead)
-            shutil.rmtree(dead)
+        bury(path, partial)
         with contextlib.suppress(OSError):  # a save has begun there
             partial.rmdir()
     sweep(local_folder(folder))
@@ -167,8 +162,8 @@ def _found(folder: Path, call: str) -> list[_Checkpoint]:
                 continue
             contents = understood(path, read_lists(path), allow_pickle=False)
             refuse_damage(contents, compares_checksums=False)
-            parts = re.split(r"(\d+)", contents.saved.name if contents.saved else path.resolve().name)
-            name = tuple(int(part) if part.isdecimal() else part for part in parts)
+            texts = re.split(r"(\d+)", contents.saved.name if contents.saved else path.resolve().name)
+            name = tuple(int(text) if text.isdecimal() else text for text in texts)
             found.append(_Checkpoint(path, contents.saved, name))
         except (OSError, RuntimeError) as error:
             if os.path.lexists(path):  # else another rank deletes it

@@ -121,7 +121,6 @@ def telling() -> Iterator[None]:
 
 
 def _with_reason(error: Exception) -> str:
-    """Format an error with the system error behind it."""
     # When a disk is full, the error of torch's writer only has positions in a file; why is in an earlier one.
     text, earlier = text_of(error), cast(BaseException | None, error)
     while earlier is not None and not isinstance(earlier, OSError):
@@ -310,10 +309,7 @@ def abandoning(peers: Peers, begun: Begun) -> Iterator[None]:
 @contextmanager
 def completing(peers: Peers, folder: Path) -> Iterator[None]:
     """Inside this context, errors of collectives say that the checkpoint was not completed."""
-    with (
-        _explaining_failures(peers, lambda _: f"{folder} was not completed"),
-        _noticing_loss(peers),
-    ):
+    with _explaining_failures(peers, lambda _: f"{folder} was not completed"), _noticing_loss(peers):
         yield
 
 
@@ -550,15 +546,11 @@ class FolderWriter(FileSystemWriter):
         super().__init__(folder, sync_files=True)
         self.fs.create_stream = self._create_stream  # type: ignore[assignment,method-assign]
         self.entries: dict[str, list[int]] = {}
-        self._lock, self._held = lock, -1
+        self.folder, self._lock, self._held = folder, lock, -1
 
     def close(self) -> None:
         if self._held >= 0:
             os.close(self._held)
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.path)
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:
         # Without torch's checksums, which torch never compares.

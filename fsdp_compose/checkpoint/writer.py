@@ -233,9 +233,9 @@ class Meeting:
             if is_gone:
                 return outcome_of(lost_to_another(self.folder, self.path))
             if ended is not None and now > ended + _HEARING:  # the trainer, which would leave a verdict, is dead too
-                return self._died(0)
+                return self._lost(0, is_late=False)
             if now > self._ends + _PATIENCE:
-                return self._late(0)
+                return self._lost(0, is_late=True)
             time.sleep(pause)
         raise AssertionError
 
@@ -247,7 +247,7 @@ class Meeting:
             end_meeting(self.folder, self.token)
             answer(COMPLETE)
         else:
-            self.refuse(self._verdict() or (self._late(0) if is_late else self._died(0)), answer)
+            self.refuse(self._verdict() or self._lost(0, is_late), answer)
 
     def _verdict(self) -> Outcome | None:
         try:
@@ -256,20 +256,17 @@ class Meeting:
             return None
         return kind, text
 
-    def _died(self, rank: int) -> Outcome:
-        return self._incomplete(f"the process that saves for rank {rank} is gone, or that rank's call was interrupted")
-
     def is_complete(self) -> bool:
         try:
             return os.path.samestat(self.folder.stat(), self._identity)
         except OSError:
             return False
 
-    def _late(self, rank: int) -> Outcome:
-        return self._incomplete(f"the process that saves for rank {rank} has not ended in {self._timeout:.0f} s")
-
-    def _incomplete(self, what: str) -> Outcome:
-        return outcome_of(RankLostError(f"{what}. {self.folder} was not completed; earlier checkpoints are unchanged"))
+    def _lost(self, rank: int, is_late: bool) -> Outcome:
+        """The outcome if a rank's writer has died, or is too late."""
+        why = f"has not ended in {self._timeout:.0f} s" if is_late else "is gone, or that rank's call was interrupted"
+        left = f"{self.folder} was not completed; earlier checkpoints are unchanged"
+        return outcome_of(RankLostError(f"the process that saves for rank {rank} {why}. {left}"))
 
     def _hear_all(self) -> tuple[Outcome, list[dict[str, Any]]]:
         told: dict[int, dict[str, Any]] = {}
@@ -288,10 +285,8 @@ class Meeting:
                 raise lost_to_another(self.folder, self.path)
             time.sleep(pause)
         for rank in range(self.size):
-            if rank in dead:
-                return self._died(rank), []
             if rank not in told:
-                return self._late(rank), []
+                return self._lost(rank, is_late=rank not in dead), []
             if problem := told[rank].get("problem"):
                 kind, text = problem
                 told_by = "" if self.size == 1 else f"on rank {rank}: "

@@ -69,8 +69,13 @@ class Source:
         return isinstance(self.tensor, DTensor)
 
     def local(self) -> torch.Tensor:
-        """Return this rank's live elements."""
         return local_of(self.tensor.detach())
+
+    def follows(self, before: Source) -> bool:
+        """Whether this one directly follows another one in the same flat parameter, and is sent in its dtype."""
+        if self.place is None or before.place is None or self.dtype != before.dtype:
+            return False
+        return self.place[0] is before.place[0] and self.place[1] == before.place[1] + 1
 
 
 def sources_of(names: ModelNames, dtype: torch.dtype | None, include_buffers: bool) -> list[Source]:
@@ -174,32 +179,19 @@ Bucket = list[Run]
 
 def plan_buckets(sources: Sequence[Source], bucket_bytes: int) -> list[Bucket]:
     """Fill buckets in order. A tensor that does not fit starts a new bucket; a tensor larger than a bucket is one."""
-    filled: list[list[Source]] = []
+    buckets: list[Bucket] = []
     left = 0
     for source in sources:
-        if source.nbytes > left or not filled:
-            filled.append([])
+        if source.nbytes > left or not buckets:
+            buckets.append([])
             left = bucket_bytes
-        filled[-1].append(source)
         left -= source.nbytes
-    return [_runs(bucket) for bucket in filled]
-
-
-def _runs(sources: Sequence[Source]) -> Bucket:
-    runs: Bucket = []
-    for source in sources:
-        if runs and _follows(source, runs[-1][-1]):
+        runs = buckets[-1]
+        if runs and source.follows(runs[-1][-1]):
             runs[-1].append(source)
         else:
             runs.append([source])
-    return runs
-
-
-def _follows(source: Source, before: Source) -> bool:
-    """Whether ``source`` directly follows ``before`` in the same flat parameter."""
-    if source.place is None or before.place is None or source.dtype != before.dtype:
-        return False
-    return source.place[0] is before.place[0] and source.place[1] == before.place[1] + 1
+    return buckets
 
 
 # ---- Gathering runs: cast to the dtype to send, then one collective straight into the result.
@@ -210,7 +202,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a flat parameter that a run occupies.
+    """The range of a flat parameter that a run occupies.
 
     Attributes:
         indices: indices of its parameters.
@@ -257,10 +249,10 @@ class Span:
             return
         out.zero_()
         for i in self.indices:
-            part = handle.layout.local_shard(i, self.mesh.shard_rank)
-            begin = part.shard_start - self.own_in_shard().start
-            if part.numel:
-                out[begin : begin + part.numel].copy_(local_elements(handle.sharded_params[i]).detach().reshape(-1))
+            shard = handle.layout.local_shard(i, self.mesh.shard_rank)
+            begin = shard.shard_start - self.own_in_shard().start
+            if shard.numel:
+                out[begin : begin + shard.numel].copy_(local_elements(handle.sharded_params[i]).detach().reshape(-1))
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the gathered span ``flat``, one for each parameter (the part of this rank's shard group)."""
@@ -413,8 +405,7 @@ class Steps(Generic[T]):
 
     def _step(self, kind: str, what: str) -> None:
         problem = self._problem()
-        verdict = self._meet(_FAILED if problem else kind, problem or what)
-        if verdict:
+        if verdict := self._meet(_FAILED if problem else kind, problem or what):
             name, text = verdict
             raise class_of(name)(text)
 

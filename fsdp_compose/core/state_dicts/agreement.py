@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -157,15 +158,12 @@ class Peers:
         kind = name_of(problem) if isinstance(problem, Exception) else MisuseRuntimeError.__name__
         text = text_of(problem)
 
-        def explain(rank: int, ours: str, theirs: str) -> str:
-            return _explain(self.call, rank, json.loads(ours), json.loads(theirs))
-
         try:
             if self.several:
                 details = json.dumps([kind if text else "", text, *facts])
                 digest = hashlib.sha256(details.encode()).hexdigest()
                 where = f" (called at {_caller()})"
-                meet(self.several, self.call, digest, lambda _: "", details, explain, where=where)
+                meet(self.several, self.call, digest, lambda _: "", details, partial(_explain, self.call), where=where)
             if text:
                 raise class_of(kind)(f"{self.call}: {text}")
         except RuntimeError as error:
@@ -226,21 +224,19 @@ def _differences(brought: list[dict[str, str]]) -> str:
     )
 
 
-def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:
+def _explain(call: str, rank: int, told: str, told_there: str) -> str:
+    ours, theirs = json.loads(told), json.loads(told_there)
     for (kind, problem, *_), where in ((ours, ""), (theirs, f"on rank {rank}: ")):
         if problem:
             raise class_of(kind)(f"{call}: {where}{problem}")
     difference = first_difference(ours[2:], theirs[2:])
     assert difference is not None
-    _, a, b = difference
+    _, *facts = difference
+    a, b = ("nothing more" if fact is None else fact for fact in facts)
     return (
-        f"{call}: the ranks' arguments differ: rank 0 has {_or_nothing(a)}, but rank {rank} has {_or_nothing(b)}. "
+        f"{call}: the ranks' arguments differ: rank 0 has {a}, but rank {rank} has {b}. "
         "Nothing was changed. Call it with the same options and the same keys on every rank"
     )
-
-
-def _or_nothing(fact: str | None) -> str:
-    return "nothing more" if fact is None else fact
 
 
 def _caller() -> str:

@@ -306,9 +306,11 @@ def fetch_model(plan: ModelPlan, sender: Sender | None) -> dict[str, Any]:
     moved = fetch({(fqn, ""): value for fqn, value in plan.given.items()}, targets, sender)
     live = {storage_of(target.like) for target in plan.targets.values() if not target.like.is_meta} - {0}
     for (fqn, _), tensor in moved.items():
+        like = plan.targets[fqn].like
+        # The target itself, into which torch.distributed.checkpoint has already loaded.
+        is_there = type(tensor) is type(like) and same_elements(tensor, like)
         # Live tensors may be given under exchanged names. The first one that is loaded would overwrite the second.
-        is_elsewhere = storage_of(tensor) in live and not _is_there(tensor, plan.targets[fqn])
-        values[fqn] = tensor.detach().clone() if is_elsewhere else tensor
+        values[fqn] = tensor.detach().clone() if storage_of(tensor) in live and not is_there else tensor
     return values
 
 
@@ -358,11 +360,6 @@ def _keep_objects(held: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> N
         else:
             continue
         slots[name] = before
-
-
-def _is_there(value: torch.Tensor, target: Target) -> bool:
-    """Whether ``value`` is the target's own memory, into which torch.distributed.checkpoint has already loaded."""
-    return type(value) is type(target.like) and same_elements(value, target.like)
 
 
 def _tie_again(plan: ModelPlan, fqns: Collection[str]) -> None:

@@ -21,11 +21,7 @@ from ..._arguments import checked
 from ..._nested import map_leaves
 from ..._torch import group_device_types, versions_of, with_versions
 from ...errors import MisuseError, MisuseRuntimeError
-from .agreement import (
-    Peers,
-    group_of,
-    group_of_values,
-)
+from .agreement import Peers, group_of, group_of_values
 from .fqns import ModelNames, patch_method
 from .gathering import Copies, Key, copy_to_cpu, digests_of, facts_of, gather_values, key_text
 from .model_state import (
@@ -93,7 +89,10 @@ def get(
     with torch.no_grad():
         entries = peers.attempt(_choose, names, optimizers, options, submodules, with_model, facts=facts)
         if options.full_state_dict and optimizers is not None:
-            peers.compare("state of optimizers", "", [], _digests(entries) if peers.several else {})
+            digests = digests_of(entries.groups, (GROUPS,)) if peers.several else {}
+            for key, value in entries.optimizers.items() if peers.several else ():
+                digests |= digests_of(value, (STATE, *key))
+            peers.compare("state of optimizers", "", [], digests)
         values = _in_form(names, entries.model, options)
         model_state = {key: values[at] for key, at in entries.keys.items() if at in values}
         return model_state, _optimizer_state(names, entries, options) if optimizers is not None else {}
@@ -124,13 +123,6 @@ def _choose(
         values = [*entries.model.items(), *entries.optimizers.items()]
         Peers.refuse_lost({key_text(key): value for key, value in values})
     return entries
-
-
-def _digests(entries: _Entries) -> dict[str, str]:
-    found = digests_of(entries.groups, (GROUPS,))
-    for key, value in entries.optimizers.items():
-        found |= digests_of(value, (STATE, *key))
-    return found
 
 
 def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:
@@ -548,7 +540,7 @@ def patch_optimizer_state_dict(
     Args:
         model, optimizers, options: arguments of these functions.
     """
-    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    several = listed(optimizers)
     for optimizer in several:
         patch_method(optimizer, "state_dict", partial(get_optimizer_state_dict, model, several, options=options))
         patch_method(optimizer, "load_state_dict", partial(_set_optimizers, model, several, options))
