@@ -197,23 +197,18 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     makes its connections."""
     control = known_for(group, _Control)
     if control is None:
-        _forget_destroyed()
+        # torch's own caches may keep destroyed process groups forever, through the meshes of DTensors, and each control
+        # group has connections and threads.
+        for other, known in all_kept(_Control):
+            if known.is_destroyable and is_destroyed(other):
+                forget_for(other, _Control)
+                forget_for(other, Carrier)
         store = dist.PrefixStore("control", own_store(group, "making the control group"))
         made = _Control(make_gloo_group(group, store), not is_destroyed(group))
         control = kept_for(group, _Control, lambda: made)
         connects(control.group, ())
         carries(control.group, group)
     return control.group
-
-
-def _forget_destroyed() -> None:
-    """Close the control groups of destroyed process groups."""
-    # torch's own caches may keep these process groups forever, through the meshes of DTensors, and each control group
-    # has connections and threads.
-    for group, control in all_kept(_Control):
-        if control.is_destroyable and is_destroyed(group):
-            forget_for(group, _Control)
-            forget_for(group, Carrier)
 
 
 class Carrier:

@@ -80,23 +80,6 @@ class _Made:
     )
 
 
-class _Gathering:
-    """Ranks that have no process group yet, in the form that ``agree_on_name`` expects of a process group."""
-
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self._ranks, self._rank = ranks, rank
-
-    @property
-    def group_name(self) -> str:
-        return f"peers/{'-'.join(map(str, self._ranks))}"
-
-    def rank(self) -> int:
-        return self._ranks.index(self._rank)
-
-    def size(self) -> int:
-        return len(self._ranks)
-
-
 def group_of_ranks(
     ranks: Iterable[int],
     known: Iterable[dist.ProcessGroup] = (),
@@ -140,11 +123,12 @@ def _make(
             "rank of a mesh must call fully_shard()"
         )
 
-    gathering = _Gathering(ranks, world.rank())
     # A name that no earlier initialization has used: torch keeps its own data for the group below that name.
-    name = f"{gathering.group_name}/{next(_numbers)}"
-    if not is_simulated:
-        name = agree_on_name(gathering, timeout, _GRACE, absence)
+    name = f"peers/{'-'.join(map(str, ranks))}"
+    if is_simulated:
+        name = f"{name}/{next(_numbers)}"
+    else:
+        name = agree_on_name(name, ranks.index(world.rank()), len(ranks), timeout, _GRACE, absence)
     return make_group_of(ranks, name, timeout, like)
 
 
@@ -296,11 +280,7 @@ class DataParallelMesh:
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
         """The placements on ``mesh`` of a tensor that is ``sharded`` over the shard group."""
-        return (*self._replicated, sharded)
-
-    @cached_property
-    def _replicated(self) -> tuple[Replicate, ...]:
-        return (Replicate(),) * (self.mesh.ndim - 1)
+        return (*[Replicate()] * (self.mesh.ndim - 1), sharded)
 
     @property
     def data_rank(self) -> int:
@@ -418,7 +398,10 @@ def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     Raises:
         RuntimeError, TypeError, ValueError: as ``check_mesh``; and the mesh has two dimensions.
     """
-    return _with_own_dimension(_checked(mesh, "replicate", 1, "with one dimension, over which to replicate"))
+    mesh = _checked(mesh, "replicate", 1, "with one dimension, over which to replicate")
+    # A second dimension, in which each rank is alone.
+    groups, ranks = [mesh.get_group(0), _group_of_this_rank()], [[rank] for rank in mesh.mesh.tolist()]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -429,8 +412,7 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         TypeError: ``mesh`` is no ``DeviceMesh``.
         ValueError: ``mesh`` has more than two dimensions, or this rank is not in it.
     """
-    expected = "with one dimension, or with two, (replicate, shard)"
-    return _checked(mesh, "fully_shard", 2, expected)
+    return _checked(mesh, "fully_shard", 2, "with one dimension, or with two, (replicate, shard)")
 
 
 def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str) -> DeviceMesh:
@@ -503,7 +485,9 @@ def _describe(
         fail_together([peers, *groups])
     post_forward = None
     if post_forward_size is not None:
-        post_forward_group = _post_forward_group(group, post_forward_size, is_simulated)
+        first = group.rank() // post_forward_size * post_forward_size
+        ranks = dist.get_process_group_ranks(group)[first : first + post_forward_size]
+        post_forward_group = group_of_ranks(ranks, like=group, is_simulated=is_simulated)
         fail_together([peers, post_forward_group])
         post_forward = _transport(post_forward_group, device, peers, is_simulated)
     return DataParallelMesh(
@@ -521,13 +505,6 @@ def _describe(
         is_replicated=replicas is not None and group.size() == 1,
         post_forward_transport=post_forward,
     )
-
-
-def _post_forward_group(group: dist.ProcessGroup, size: int, is_simulated: bool) -> dist.ProcessGroup:
-    """The process group of the ``size`` adjacent ranks in ``group`` that include this one."""
-    first = group.rank() // size * size
-    ranks = dist.get_process_group_ranks(group)[first : first + size]
-    return group_of_ranks(ranks, like=group, is_simulated=is_simulated)
 
 
 def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -564,12 +541,6 @@ def _transport(
     group: dist.ProcessGroup, device: torch.device, peers: dist.ProcessGroup, is_simulated: bool
 ) -> Transport:
     return Transport(group) if is_simulated else transport_of(group, device, peers)
-
-
-def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with one dimension plus a second one, in which each rank is alone."""
-    groups, ranks = [mesh.get_group(0), _group_of_this_rank()], [[rank] for rank in mesh.mesh.tolist()]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def _group_of_this_rank() -> dist.ProcessGroup:
