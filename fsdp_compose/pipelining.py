@@ -34,8 +34,8 @@ class PipelineStage(pipelining.PipelineStage):
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
     Schedules that split a microbatch's backward into one for the inputs and one for the weights (zero bubble) give the
-    same results, but the split hides no bubble: one backward of a group computes all gradients, so both parts run at
-    the inputs' turn.
+    same results, but the split hides no bubble: one backward of a group computes all gradients, so both run at the
+    inputs' turn.
     """
 
     def backward_maybe_with_nosync(

@@ -50,7 +50,7 @@ def install(*, layout: str | None = None) -> list[str]:
 
     Args:
         layout: how ``drop_in.fully_shard`` lays out parameters from now on. ``"flat"``, the default: one after the
-            other in a flat parameter, with unequal parts. ``"fsdp2"``: every rank holds FSDP2's even chunk of every
+            other in a flat parameter, with unequal shards. ``"fsdp2"``: every rank holds FSDP2's even chunk of every
             parameter, placed ``Shard(0)``, for code that computes rows by itself; each collective then costs one copy.
             ``None``: as before. The same on all ranks.
 

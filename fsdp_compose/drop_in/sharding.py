@@ -81,13 +81,9 @@ _M = TypeVar("_M", nn.Module, list[nn.Module])
 
 
 class Layout:
-    """How the next groups are laid out.
+    """How the next groups are laid out."""
 
-    Attributes:
-        is_fsdp2: each rank holds a chunk of every parameter.
-    """
-
-    is_fsdp2 = False
+    is_fsdp2 = False  # each rank holds a chunk of every parameter
 
     def check(
         self,

@@ -250,7 +250,7 @@ FORMATS = ("text", "json", "html")
 @checked()
 def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False) -> str:
     """Describe the layout of a sharded model: for each group its ranks, dtypes and options, and for each parameter of
-    each flat parameter its place, and the rank that holds each part. ``print(describe(model))``. Once ``Muon`` has
+    each flat parameter its place, and the rank that holds each shard. ``print(describe(model))``. Once ``Muon`` has
     planned its step, also the ranks that compute the matrices.
 
     Ranks: any; nothing is communicated, and nothing changes. Before the first forward too; only then is it known which

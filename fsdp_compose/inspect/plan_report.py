@@ -191,6 +191,8 @@ class Plan:
         """Format the plan as tables of memory, collectives and layout, with advice."""
         return as_text(report_of(self))
 
+    __str__ = text
+
     def json(self) -> str:
         """Return everything as JSON, for programs."""
         worlds = []
@@ -211,9 +213,6 @@ class Plan:
             ValueError: the name has another suffix, or there is no such folder.
         """
         save_figure(Path(path), (2.5 + 1.2 * max(3, len(self.worlds)), 5), partial(_draw, self))
-
-    def __str__(self) -> str:
-        return self.text()
 
 
 # ---- The report of a plan: tables with a row for each number of ranks

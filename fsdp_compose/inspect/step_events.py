@@ -75,13 +75,9 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The first wait for a collective: what follows uses its result.
+    """The first wait for a collective: what follows uses its result."""
 
-    Attributes:
-        number: of the collective.
-    """
-
-    number: int
+    number: int  # of the collective
 
 
 StepEvent: TypeAlias = Operation | Issue | Wait

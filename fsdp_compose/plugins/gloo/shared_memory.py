@@ -41,11 +41,7 @@ Failure = Callable[[], str]
 
 
 class Connection:
-    """The notes between this process and another.
-
-    Attributes:
-        files: file descriptors received with notes, by the first number of the note.
-    """
+    """The notes between this process and another."""
 
     __slots__ = ("_arrived", "_poll", "_socket", "files")
 
@@ -54,7 +50,7 @@ class Connection:
         connected.setblocking(False)
         self._poll.register(connected, select.POLLIN)
         self._arrived: dict[int, Descriptor] = {}  # by tag
-        self.files: dict[int, int] = {}
+        self.files: dict[int, int] = {}  # file descriptors received with notes, by the first number of the note
 
     def try_to_send(self, tag: int, note: Descriptor, file: int = -1) -> bool:
         """Send a note if there is room, and return whether it was sent. ``file``: a descriptor; -1 for none.
