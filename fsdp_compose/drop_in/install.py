@@ -124,7 +124,7 @@ def _names(rebound: list[tuple[ModuleType, str, Any]]) -> list[str]:
 
 def _of_others() -> dict[int, Any]:
     """Return replacements for what depends on FSDP2's parameter layout in other packages, by the id of the original."""
-    from .. import pipelining as of_pipelines  # late: it is slow to import
+    from . import pipelining_patch as of_pipelines  # late: pipelining is slow to import
 
     ours: dict[int, Any] = {
         id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,

@@ -77,11 +77,8 @@ _Names = Mapping[int, Sequence[str]]  # of a parameter, by its id: all that the 
 
 
 def collect(model: nn.Module) -> ModelFacts:
-    """The facts of ``model`` as this rank knows them: of shards of all ranks, since all have one layout.
-
-    Raises:
-        RuntimeError: modules show full parameters instead of the sharded ones.
-    """
+    """The facts of ``model`` as this rank knows them: of shards of all ranks, since all have one layout. Raises
+    RuntimeError if modules show full parameters instead of the sharded ones."""
     states = [state for state, _ in states_to_run(model)]
     for state in states:
         if any(handle.summoned is not None for handle in state._handles):

@@ -400,11 +400,7 @@ class DryRun(DispatchMode):
 
 
 def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
-    """Return the results as meta tensors.
-
-    Raises:
-        NotImplementedError: torch cannot tell.
-    """
+    """Return the results as meta tensors. Raises NotImplementedError if torch cannot tell."""
     on_meta = {name: "meta" if name == "device" else None for name in operation.placing}
     args, kwargs = tree_map(_without_elements, (args, {**kwargs, **on_meta}))
     if func._schema.name not in _HALF_ON_META:

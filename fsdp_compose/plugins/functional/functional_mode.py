@@ -62,11 +62,8 @@ class GivenValues:
 
 
 def functional_call_params(state: _FSDPState) -> GivenValues:
-    """The values that replace parameters in the slots of the group's modules.
-
-    Raises:
-        ValueError: a given tensor has the wrong shape or is sharded in a different way.
-    """
+    """The values that replace parameters in the slots of the group's modules. Raises ValueError if one has the wrong
+    shape or is sharded in a different way."""
     found = state.swap.overrides()
     for handle in state._handles:
         for fqn, param, sharded in zip(handle.fqns, handle.unsharded.params, handle.sharded_params, strict=True):

@@ -267,11 +267,7 @@ class Pending:
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for all of them, each up to ``limit`` (default: ``limit_of`` the process group). After an interruption
-        (Ctrl-C), a second call waits for the rest.
-
-        Raises:
-            RuntimeError: a message did not arrive.
-        """
+        (Ctrl-C), a second call waits for the rest. Raises RuntimeError if a message did not arrive."""
         group = self._group()
         if limit is None and group is not None:
             limit = limit_of(group)  # as it is now: gloo's messages know that of when the group was made
