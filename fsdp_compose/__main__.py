@@ -222,15 +222,11 @@ def _located(error: BaseException) -> str:
 
 
 class _Progress:
-    """Shows progress: in a terminal one line that changes, otherwise one line for each step.
-
-    Attributes:
-        doing: the current step, without counts.
-    """
+    """Shows progress: in a terminal one line that changes, otherwise one line for each step."""
 
     def __init__(self, file: TextIO, is_quiet: bool) -> None:
         self._file, self._is_quiet, self._is_terminal = file, is_quiet, file.isatty()
-        self.doing = "starting"
+        self.doing = "starting"  # the current step, without counts
 
     def note(self, line: str) -> None:
         doing = line.partition(", ")[0].partition(" (")[0]

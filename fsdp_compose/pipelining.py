@@ -6,18 +6,16 @@ torch's stage recognizes FSDP2's modules by their class; our modules keep the us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.stage import stage_backward
-from torch.distributed.pipelining.stage import stage_backward_input as of_inputs
-from torch.distributed.pipelining.stage import stage_backward_weight as of_weights
 
 from ._torch import finalizes_gradients
-from .extension import handle_of, no_sync, reduce_gradients, states_to_run
+from .extension import no_sync, reduce_gradients, states_to_run
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -34,8 +32,8 @@ class PipelineStage(pipelining.PipelineStage):
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
     Schedules that split a microbatch's backward into one for the inputs and one for the weights (zero bubble) give the
-    same results, but the split hides no bubble: one backward of a group computes all gradients, so both parts run at
-    the inputs' turn.
+    same results, but the split hides no bubble: one backward of a group computes all gradients, so both run at the
+    inputs' turn.
     """
 
     def backward_maybe_with_nosync(
@@ -97,31 +95,3 @@ def whole_backward(
     if output_grads is None:
         (output,) = stage_output
     return stage_backward(output, output_grads, input_values), []
-
-
-# ---- torch's functions that split a backward (zero bubble), for ``drop_in.install()``: of a sharded stage, the inputs'
-# backward computes both, and nothing is left for the weights.
-
-
-def stage_backward_input(
-    stage_outputs_or_loss: Sequence[torch.Tensor],
-    output_grads: Sequence[torch.Tensor | None] | None,
-    input_values: Sequence[Any],
-    weights: Iterable[nn.Parameter],
-) -> Any:
-    """torch's function of this name, for sharded stages too."""
-    weights = list(weights)
-    # torch splits a backward by searching the graph for the stage's parameters, but the graph of a sharded module
-    # contains unsharded parameters instead.
-    run: Callable[..., Any] = whole_backward if _are_sharded(weights) else of_inputs
-    return run(stage_outputs_or_loss, output_grads, input_values, iter(weights))
-
-
-def stage_backward_weight(weights: Iterable[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-    """torch's function of this name, for sharded stages too."""
-    weights = list(weights)
-    return () if _are_sharded(weights) else of_weights(iter(weights), *args, **kwargs)
-
-
-def _are_sharded(weights: Iterable[nn.Parameter]) -> bool:
-    return any(handle_of(item) is not None for item in weights)

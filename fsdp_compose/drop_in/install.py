@@ -50,7 +50,7 @@ def install(*, layout: str | None = None) -> list[str]:
 
     Args:
         layout: how ``drop_in.fully_shard`` lays out parameters from now on. ``"flat"``, the default: one after the
-            other in a flat parameter, with unequal parts. ``"fsdp2"``: every rank holds FSDP2's even chunk of every
+            other in a flat parameter, with unequal shards. ``"fsdp2"``: every rank holds FSDP2's even chunk of every
             parameter, placed ``Shard(0)``, for code that computes rows by itself; each collective then costs one copy.
             ``None``: as before. The same on all ranks.
 
@@ -124,7 +124,7 @@ def _names(rebound: list[tuple[ModuleType, str, Any]]) -> list[str]:
 
 def _of_others() -> dict[int, Any]:
     """Return replacements for what depends on FSDP2's parameter layout in other packages, by the id of the original."""
-    from .. import pipelining as of_pipelines  # late: it is slow to import
+    from . import pipelining_patch as of_pipelines  # late: pipelining is slow to import
 
     ours: dict[int, Any] = {
         id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,

@@ -31,6 +31,14 @@ from .custom_comms import GATHER, REDUCE, separate, set_comm
 
 
 class _Face:
+    _module: nn.Module
+    _state: _FSDPState
+
+    def __init__(self, module: nn.Module) -> None:
+        state = get_state(module)
+        assert state is not None, "the module is sharded"
+        vars(self).update(_module=module, _state=state)
+
     def __setattr__(self, name: str, value: object) -> None:
         # Each access makes a new adapter: what it stored would be lost without a word.
         own = getattr(type(self), name, None)
@@ -45,17 +53,9 @@ class _Face:
 class StateFace(_Face):
     """FSDP2's ``FSDPState`` of one sharded module."""
 
-    _module: nn.Module
-    _state: _FSDPState
-
-    def __init__(self, module: nn.Module) -> None:
-        state = get_state(module)
-        assert state is not None, "the module is sharded"
-        vars(self).update(_module=module, _state=state)
-
     @property
     def _fsdp_param_groups(self) -> list[GroupFace]:
-        return [GroupFace(self._module, self._state)] if self._state._handles else []
+        return [GroupFace(self._module)] if self._state._handles else []
 
     @property
     def _fsdp_param_group(self) -> GroupFace | None:
@@ -98,12 +98,6 @@ class StateFace(_Face):
 
 class GroupFace(_Face):
     """FSDP2's ``FSDPParamGroup`` of one sharded module."""
-
-    _module: nn.Module
-    _state: _FSDPState
-
-    def __init__(self, module: nn.Module, state: _FSDPState) -> None:
-        vars(self).update(_module=module, _state=state)
 
     def post_backward(self) -> None:
         """Do nothing: ``_root_post_backward_final_callback()`` follows and reduces all groups."""

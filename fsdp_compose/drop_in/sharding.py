@@ -57,11 +57,8 @@ else:
 
 
 def own_policy(given: object) -> _OwnPolicy:
-    """Convert torch's policy to ours, which means the same; ours is returned as it is.
-
-    Raises:
-        TypeError: ``given`` is neither.
-    """
+    """Convert torch's policy to ours, which means the same; ours is returned as it is. Raises TypeError if it is
+    neither."""
     policy = as_ours(_OwnPolicy, given, "fully_shard(mp_policy=...)")
     # If ``reduce_dtype`` is left out, torch before 2.15 reduces in ``param_dtype``, and later versions in the dtype of
     # the gradient, as our policy does on every torch.
@@ -77,13 +74,9 @@ _M = TypeVar("_M", nn.Module, list[nn.Module])
 
 
 class Layout:
-    """How the next groups are laid out.
+    """How the next groups are laid out."""
 
-    Attributes:
-        is_fsdp2: each rank holds a chunk of every parameter.
-    """
-
-    is_fsdp2 = False
+    is_fsdp2 = False  # each rank holds a chunk of every parameter
 
     def check(
         self,
@@ -358,16 +351,11 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a parameter lives.
+    """Where a parameter lives."""
 
-    Attributes:
-        mesh: its data-parallel ranks.
-        is_whole: each of them holds all of it.
-        annotated_on: the whole mesh on which its annotation is read, if it has one, and the data-parallel dimensions.
-    """
-
-    mesh: DeviceMesh
-    is_whole: bool = False
+    mesh: DeviceMesh  # its data-parallel ranks
+    is_whole: bool = False  # each of them holds all of it
+    # The whole mesh on which its annotation is read, if it has one, and the data-parallel dimensions.
     annotated_on: tuple[DeviceMesh, tuple[str, ...]] | None = field(default=None, compare=False)
 
     def reading(self) -> AbstractContextManager[None]:

@@ -77,11 +77,8 @@ _Names = Mapping[int, Sequence[str]]  # of a parameter, by its id: all that the 
 
 
 def collect(model: nn.Module) -> ModelFacts:
-    """The facts of ``model`` as this rank knows them: of shards of all ranks, since all have one layout.
-
-    Raises:
-        RuntimeError: modules show full parameters instead of the sharded ones.
-    """
+    """The facts of ``model`` as this rank knows them: of shards of all ranks, since all have one layout. Raises
+    RuntimeError if modules show full parameters instead of the sharded ones."""
     states = [state for state, _ in states_to_run(model)]
     for state in states:
         if any(handle.summoned is not None for handle in state._handles):
@@ -250,7 +247,7 @@ FORMATS = ("text", "json", "html")
 @checked()
 def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False) -> str:
     """Describe the layout of a sharded model: for each group its ranks, dtypes and options, and for each parameter of
-    each flat parameter its place, and the rank that holds each part. ``print(describe(model))``. Once ``Muon`` has
+    each flat parameter its place, and the rank that holds each shard. ``print(describe(model))``. Once ``Muon`` has
     planned its step, also the ranks that compute the matrices.
 
     Ranks: any; nothing is communicated, and nothing changes. Before the first forward too; only then is it known which

@@ -399,11 +399,7 @@ class DryRun(DispatchMode):
 
 
 def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
-    """Return the results as meta tensors.
-
-    Raises:
-        NotImplementedError: torch cannot tell.
-    """
+    """Return the results as meta tensors. Raises NotImplementedError if torch cannot tell."""
     on_meta = {name: "meta" if name == "device" else None for name in operation.placing}
     args, kwargs = tree_map(_without_elements, (args, {**kwargs, **on_meta}))
     if func._schema.name not in _HALF_ON_META:
@@ -418,7 +414,7 @@ _HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but
 
 def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, dist.ProcessGroup] | None:
     """Describe a collective that the model itself calls, and say of which process group; ``None``: it is none. Every
-    rank is taken to send as much as this one, and an equal part to each."""
+    rank is taken to send as much as this one, and an equal chunk to each."""
     name = func._schema.name.partition("::")[2].replace("_", "")
     kind = next((kind for word, kind in _COLLECTIVES.items() if word in name), None)
     if func.namespace not in namespaces_of_collectives or kind is None:
@@ -447,7 +443,7 @@ _COLLECTIVES = {  # by a part of the names of torch's operations, without unders
 def kernels_of_devices() -> Iterator[None]:
     """On this thread, let RMSNorm be one operation that keeps its input and a number for each row, as on accelerators;
     on the CPU it is several, which keep more. FlexAttention, which has no backward there, is an attention to all, and
-    DTensors exchange parts by all-to-alls."""
+    DTensors exchange chunks by all-to-alls."""
     on_cpu, thread = torch.rms_norm, get_ident()
 
     def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:

@@ -191,6 +191,8 @@ class Plan:
         """Format the plan as tables of memory, collectives and layout, with advice."""
         return as_text(report_of(self))
 
+    __str__ = text
+
     def json(self) -> str:
         """Return everything as JSON, for programs."""
         worlds = []
@@ -211,9 +213,6 @@ class Plan:
             ValueError: the name has another suffix, or there is no such folder.
         """
         save_figure(Path(path), (2.5 + 1.2 * max(3, len(self.worlds)), 5), partial(_draw, self))
-
-    def __str__(self) -> str:
-        return self.text()
 
 
 # ---- The report of a plan: tables with a row for each number of ranks
@@ -501,11 +500,8 @@ REST = "*"  # in a mesh's shape: the remaining ranks
 
 
 def load_factory(text: str) -> Callable[..., Any]:
-    """Import the function that ``module:name`` or ``path/to/file.py:name`` names.
-
-    Raises:
-        ValueError: there is no such module, file or function. Exceptions of the module's own code propagate.
-    """
+    """Import the function that ``module:name`` or ``path/to/file.py:name`` names. Raises ValueError if there is none;
+    exceptions of the module's own code propagate."""
     place, colon, name = text.rpartition(":")
     if not (place and colon and name.isidentifier()):
         raise MisuseError(f"--model {text}: expected module:factory, or path/to/file.py:factory")
@@ -558,11 +554,7 @@ def _file(path: Path, text: str) -> ModuleType:
 
 
 def world_sizes_of(text: str) -> tuple[int, ...]:
-    """Parse ``8,64,1024``.
-
-    Raises:
-        ValueError: an item is not a number, or less than 1.
-    """
+    """Parse ``8,64,1024``. Raises ValueError if an item is not a number, or less than 1."""
     sizes = [size.strip() for size in text.split(",")]
     if not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise MisuseError(f"--world-size {text}: expected numbers of ranks, for example 8,64,1024")
@@ -571,11 +563,7 @@ def world_sizes_of(text: str) -> tuple[int, ...]:
 
 def mesh_shape_of(text: str | None, world_size: int) -> tuple[int, ...]:
     """Parse the shape of a mesh of ``world_size`` ranks: ``8``, or ``2x4`` for 2 replicas of 4 shards; one number may
-    be ``*``, for the remaining ranks.
-
-    Raises:
-        ValueError: the text has another form, or the shape does not fit ``world_size``.
-    """
+    be ``*``, for the remaining ranks. Raises ValueError if it has another form, or does not fit ``world_size``."""
     if text is None:
         return (world_size,)
     sizes = text.lower().split("x")
@@ -593,10 +581,7 @@ def mesh_shape_of(text: str | None, world_size: int) -> tuple[int, ...]:
 
 
 def dtype_of(text: str | None, option: str) -> torch.dtype | None:
-    """
-    Raises:
-        ValueError: there is no such dtype.
-    """
+    """Raises ValueError if there is no such dtype."""
     if text is None or text in DTYPES:
         return None if text is None else DTYPES[text]
     raise MisuseError(f"{option} {text}: expected one of {', '.join(DTYPES)}")

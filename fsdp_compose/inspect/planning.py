@@ -149,12 +149,8 @@ def _build(
 
 
 def model_of(factory: Callable[[], Any], batch: int | None, seq: int | None) -> tuple[nn.Module, LossOf]:
-    """Make the model and the function that returns its loss; see ``plan``.
-
-    Raises:
-        TypeError: ``factory`` returns something else.
-        ValueError: ``batch`` and ``seq`` are missing, or are too much.
-    """
+    """Make the model and the function that returns its loss; see ``plan``. Raises TypeError if ``factory`` returns
+    something else, ValueError if ``batch`` and ``seq`` are missing, or are too much."""
     made = factory()
     model, loss_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not (loss_of is None or callable(loss_of)):
@@ -183,11 +179,8 @@ def _with_limit(build: Callable[[], tuple[nn.Module, LossOf]], limit: int | str)
 
 
 def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules that become groups, inner ones first; see ``plan``.
-
-    Raises:
-        ValueError: ``model`` contains no module of one of these classes.
-    """
+    """Return the modules that become groups, inner ones first; see ``plan``. Raises ValueError if ``model`` contains no
+    module of one of these classes."""
     if wrap is None:
         return [child for blocks in _outermost_lists(model) for child in blocks if _has_parameters(child)]
     classes = {type(module).__name__ for module in model.modules()}

@@ -43,18 +43,14 @@ def as_text(report: Report) -> str:
         if not section.is_part:
             lines.append("")
         lines.append(f"{indent}{section.title}")
-        lines += [f"{indent}  {line}" for line in (*details, *_aligned(section), *section.items)]
+        aligned = [
+            [cell.rjust(width) if name in section.right else cell.ljust(width) for cell in column]
+            for name, column in zip(section.columns, zip(section.columns, *section.rows, strict=True), strict=True)
+            for width in [max(map(len, column))]
+        ]
+        table = ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+        lines += [f"{indent}  {line}" for line in (*details, *table, *section.items)]
     return "\n".join(lines)
-
-
-def _aligned(section: Section) -> list[str]:
-    cells = [section.columns, *section.rows]
-    columns = [
-        [cell.rjust(width) if name in section.right else cell.ljust(width) for cell in column]
-        for name, column in zip(section.columns, zip(*cells, strict=True), strict=True)
-        for width in [max(map(len, column))]
-    ]
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def for_stdout(report: Report) -> str:

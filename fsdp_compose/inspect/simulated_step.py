@@ -98,18 +98,13 @@ class NothingMoves(Transport):
 
 
 class _Work:
-    """A collective that is complete at once.
-
-    Attributes:
-        facts: as given.
-        is_exposed: nothing that takes long was computed between its start and the first wait for it.
-    """
+    """A collective that is complete at once."""
 
     def __init__(self, facts: CollectiveFacts, mode: DryRun, ledger: Ledger, issue: Issue) -> None:
         self.facts, self._mode, self._begun = facts, mode, mode.num_products
         self._events, self._wait = ledger.events, Wait(issue.number)
         self._events.append(issue)
-        self.is_exposed = False
+        self.is_exposed = False  # whether nothing that takes long was computed between its start and the first wait
         self._is_awaited = False
 
     def wait(self) -> None:

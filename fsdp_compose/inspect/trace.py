@@ -5,6 +5,7 @@ formats without access to a model."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -59,11 +60,7 @@ class Clock:
 
 class DeviceClock(Clock):
     """An accelerator's clock. Marks are events on streams, so times say when the device did the work, not when the host
-    launched it. The clock synchronizes with the device when it is made and when it stops.
-
-    Args:
-        device: the accelerator.
-    """
+    launched it. The clock synchronizes with the device when it is made and when it stops."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device.type)
@@ -136,17 +133,17 @@ class Notebook:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._spans: list[_Span] = []
-        self._num_marks = 0
+        self._marks = itertools.count(1)
 
     def begin(self, what: str, group: str, track: str = COMPUTE, detail: str = "", nbytes: int = 0) -> _Span:
-        span = _Span(what, group, track, self.clock.mark(), self._count(), detail, nbytes)
+        span = _Span(what, group, track, self.clock.mark(), next(self._marks), detail, nbytes)
         self._spans.append(span)
         return span
 
     def end(self, span: _Span) -> None:
         """End ``span``; if its ``stop`` has no mark yet, now."""
         if span.ends is None:
-            span.stop, span.ends = self.clock.mark() if span.stop is None else span.stop, self._count()
+            span.stop, span.ends = self.clock.mark() if span.stop is None else span.stop, next(self._marks)
 
     def close(self) -> list[TraceEvent]:
         """End recording and return all events, in the order in which they began."""
@@ -158,10 +155,6 @@ class Notebook:
         for span in self._spans:
             span.start, span.stop = self.clock.seconds(span.start), self.clock.seconds(span.stop)
         return [TraceEvent(**vars(span)) for span in self._spans]
-
-    def _count(self) -> int:
-        self._num_marks += 1
-        return self._num_marks
 
 
 class _GroupNotes(CollectiveNotes):

@@ -171,11 +171,7 @@ _MOST_INCHES = 40.0
 
 
 def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
-    """Write the picture in the format of ``path``'s suffix.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Write the picture in the format of ``path``'s suffix. Raises ImportError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             f"saving a trace as {path.suffix} needs matplotlib (pip install matplotlib); .json works without it"

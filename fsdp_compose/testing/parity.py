@@ -33,7 +33,7 @@ def assert_trains_like_unsharded(
 ) -> None:
     """Shard and train ``model``, and assert that it trains like an unsharded copy.
 
-    The copy trains on whole batches, and the sharded model on this rank's part of each. The losses must agree after
+    The copy trains on whole batches, and the sharded model on this rank's share of each. The losses must agree after
     every step, all gradients after the first step, and all parameters at the end.
 
     Ranks: all ranks, with equal models and batches.
@@ -44,7 +44,7 @@ def assert_trains_like_unsharded(
         batches: arguments of ``loss``, one for each step.
         loss: from a model and a batch to a loss that is a mean over the first dimension.
         optimizer: from parameters to an optimizer. Adaptive optimizers amplify rounding differences.
-        part: from a batch, the rank and the number of ranks to this rank's part of the batch. Default: an equal share
+        part: from a batch, the rank and the number of ranks to this rank's share of the batch. Default: an equal share
             of the first dimension of each tensor, also inside lists, tuples and dicts.
         ranks: this rank's index and the number of data-parallel ranks. Default: those of the default process group.
         rtol, atol: as for ``torch.testing.assert_close``.

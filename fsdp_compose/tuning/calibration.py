@@ -287,14 +287,8 @@ def fitted_beside(samples: Sequence[Sample]) -> float:
 
 def fitted_products(products: Iterable[tuple[str, float, float, float]]) -> tuple[dict[str, float], float]:
     """Fit ``seconds = flops / rate + nbytes / bandwidth``, with a rate for each key and one bandwidth, to relative
-    errors.
-
-    Args:
-        products: key, floating-point operations, bytes and seconds of each.
-
-    Returns:
-        The rates, and the bandwidth; 0: bytes explain nothing.
-    """
+    errors. ``products``: key, floating-point operations, bytes and seconds of each. Returns the rates, and the
+    bandwidth; 0: bytes explain nothing."""
     rows = [*products]
     keys = sorted({key for key, *_ in rows})
 
@@ -354,11 +348,7 @@ def with_host(
     alone: Sequence[StepEvent],
     sharded: Sequence[StepEvent],
 ) -> Device:
-    """Give the host what the steps of the tiny models take, beyond what the device takes for them.
-
-    Args:
-        alone, sharded: the events of the two steps.
-    """
+    """Give the host what the steps of the tiny models (``alone``, ``sharded``) take, beyond what the device takes."""
     seconds = {item.name: item.seconds(clock) for item in samples}
 
     def left(name: str, events: Sequence[StepEvent], device: Device) -> float:

@@ -136,23 +136,17 @@ def _check_network(machine: Hardware, world_size: int) -> None:
 
 @dataclass
 class _Model:
-    """Makes the model, for each setting.
+    """Makes the model, for each setting."""
 
-    Attributes:
-        factory, wrap, mp_policy, batch, seq: see ``tune``.
-        num_blocks: how many modules become groups by default; known when the model has been made.
-        can_split: whether they have large modules inside.
-        codes: the code of the settings that it was made for.
-    """
-
+    # See ``tune``.
     factory: Callable[..., Any]
     wrap: Sequence[str] | None
     mp_policy: MixedPrecisionPolicy | None
     batch: int | None
     seq: int | None
-    num_blocks: int = 0
-    can_split: bool = False
-    codes: dict[Setting, str] = field(default_factory=dict)
+    num_blocks: int = 0  # how many modules become groups by default; known when the model has been made
+    can_split: bool = False  # whether they have large modules inside
+    codes: dict[Setting, str] = field(default_factory=dict)  # the code of the settings that it was made for
 
     def __post_init__(self) -> None:
         batch = inspect.signature(self.factory).parameters.get("batch") if self.seq is None else None

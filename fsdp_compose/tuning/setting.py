@@ -101,11 +101,7 @@ def _numel(module: nn.Module) -> int:
 def code_of(
     setting: Setting, model: nn.Module, blocks: Sequence[nn.Module], mp_policy: MixedPrecisionPolicy | None, device: str
 ) -> str:
-    """A function ``shard(model)``, for a program to paste.
-
-    Args:
-        device: the type of the device, for example ``cuda``.
-    """
+    """A function ``shard(model)``, for a program to paste. ``device``: its type, for example ``cuda``."""
     ours, imports, options, arguments = ["fully_shard"], [], ["mesh=mesh"], "model"
     given = _given(mp_policy)
     if any(map(callable, given.values())):  # nobody can print a function

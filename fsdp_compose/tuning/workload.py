@@ -61,24 +61,16 @@ STEP_ALONE, STEP_SHARDED = "step of a tiny model", "step of a tiny sharded model
 
 @dataclass
 class Sample:
-    """Something that is measured, and how long it takes.
+    """Something that is measured, and how long it takes."""
 
-    Attributes:
-        name: of the operation or the collective, or one of the names above.
-        wall, cpu: seconds of the clock, and of all threads of the process.
-        operation: what it is, if it is one operation.
-        nbytes: of a collective's whole tensor.
-        run: does it.
-        repeats: how often it is done for one measurement.
-    """
-
-    name: str
+    name: str  # of the operation or the collective, or one of the names above
+    # Seconds of the clock, and of all threads of the process.
     wall: float = 0.0
     cpu: float = 0.0
-    operation: Operation | None = None
-    nbytes: int = 0
-    run: Callable[[], Any] = object
-    repeats: int = 1
+    operation: Operation | None = None  # what it is, if it is one operation
+    nbytes: int = 0  # of a collective's whole tensor
+    run: Callable[[], Any] = object  # does it
+    repeats: int = 1  # how often it is done for one measurement
 
     def seconds(self, clock: str) -> float:
         return self.cpu if clock == "cpu" else self.wall

@@ -62,11 +62,8 @@ class GivenValues:
 
 
 def functional_call_params(state: _FSDPState) -> GivenValues:
-    """The values that replace parameters in the slots of the group's modules.
-
-    Raises:
-        ValueError: a given tensor has the wrong shape or is sharded in a different way.
-    """
+    """The values that replace parameters in the slots of the group's modules. Raises ValueError if one has the wrong
+    shape or is sharded in a different way."""
     found = state.swap.overrides()
     for handle in state._handles:
         for fqn, param, sharded in zip(handle.fqns, handle.unsharded.params, handle.sharded_params, strict=True):
@@ -110,10 +107,7 @@ class FunctionalMode:
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[FunctionalUse, None]:
         with temporarily_clear_interpreter_stack():  # setup must not run under the torch.func transform
             refuse_accumulated(state)
-            _refuse_extensions(state)
-            _refuse_whole_meshes(state)
-            _refuse_optional(root, state)
-            _refuse_replicas(state)
+            _refuse_unsupported(root, state)
             if not is_recomputed:
                 root.forward.depth += 1
                 if not state.progress.running_forwards:
@@ -123,8 +117,7 @@ class FunctionalMode:
         return FunctionalUse(root, state, self._given), None
 
 
-def _refuse_extensions(state: _FSDPState) -> None:
-    """Raise if the class of a parameter gathers it in its own form, which autograd cannot differentiate."""
+def _refuse_unsupported(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         gathered_by = handle.kind.codec.gathered_by
         if gathered_by is not None:
@@ -133,9 +126,6 @@ def _refuse_extensions(state: _FSDPState) -> None:
                 f"{gathered_by}, gathered by its class (fsdp_pre_all_gather). Functional "
                 "mode, torch.func and functional_call() cannot differentiate that: use the default mode"
             )
-
-
-def _refuse_whole_meshes(state: _FSDPState) -> None:
     for handle in state._handles:
         own = handle.tensor_parallel
         if own is not None and not own.is_shown_as_stored:
@@ -145,18 +135,12 @@ def _refuse_whole_meshes(state: _FSDPState) -> None:
                 f"the parameters of the fully_shard group {state.name} are {how}. In functional mode, torch.func and "
                 "functional_call(), their gradients would be summed over the wrong ranks: use the default mode"
             )
-
-
-def _refuse_optional(root: Root, state: _FSDPState) -> None:
     if root.scheduler.skips:
         raise NotImplementedError(
             f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with "
             "values of functional_call()) in a model with optional groups. Only the default mode can gather these on "
             "ranks that skip them: leave functional mode, or shard the model without optional=True"
         )
-
-
-def _refuse_replicas(state: _FSDPState) -> None:
     if state.mesh.replicas is not None and torch.is_grad_enabled():
         raise NotImplementedError(
             f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with values "

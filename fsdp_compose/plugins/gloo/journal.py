@@ -255,23 +255,15 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 
 class Report(NamedTuple):
-    """What a rank that waits tells the others, as JSON.
+    """What a rank that waits tells the others, as JSON."""
 
-    Attributes:
-        entries: the last that it has entered: numbers with descriptions.
-        num_entered: how many it has entered.
-        waits_for: the number that it waits for; 0 if it waits in a meeting, or does not wait.
-        meeting: the key, number and text of the meeting that it waits in, and the ranks that it needs.
-        entered: by key, the number of the next meeting that it has not entered.
-        failure: the error that it has raised, if it has raised one and not gone on since.
-    """
-
-    entries: list[tuple[int, str]]
-    num_entered: int
-    waits_for: int = 0
+    entries: list[tuple[int, str]]  # the last that it has entered: numbers with descriptions
+    num_entered: int  # how many it has entered
+    waits_for: int = 0  # the number that it waits for; 0 if it waits in a meeting, or does not wait
+    # The key, number and text of the meeting that it waits in, and the ranks that it needs.
     meeting: tuple[str, int, str, list[int]] | None = None
-    entered: dict[str, int] = {}
-    failure: str = ""
+    entered: dict[str, int] = {}  # by key, the number of the next meeting that it has not entered
+    failure: str = ""  # the error that it has raised, if it has raised one and not gone on since
 
     @staticmethod
     def of(journal: Journal) -> Report:

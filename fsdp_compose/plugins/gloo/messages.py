@@ -237,16 +237,13 @@ class Waitable(Protocol):
 
 
 class Pending:
-    """The messages of one collective that are still to be waited for.
-
-    Attributes:
-        messages: each with the rank that it comes from or goes to. Whoever issues one appends it.
-    """
+    """The messages of one collective that are still to be waited for."""
 
     __slots__ = ("_current", "_group", "_loss", "_rest", "_suspect", "messages")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
+        # Each with the rank that it comes from or goes to. Whoever issues one appends it.
         self.messages: list[tuple[Waitable, int]] = []
         self._rest = iter(self.messages)
         self._current: tuple[Waitable, int] | None = None  # the one that is waited for
@@ -259,11 +256,7 @@ class Pending:
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for all of them, each up to ``limit`` (default: ``limit_of`` the process group). After an interruption
-        (Ctrl-C), a second call waits for the rest.
-
-        Raises:
-            RuntimeError: a message did not arrive.
-        """
+        (Ctrl-C), a second call waits for the rest. Raises RuntimeError if a message did not arrive."""
         group = self._group()
         if limit is None and group is not None:
             limit = limit_of(group)  # as it is now: gloo's messages know that of when the group was made

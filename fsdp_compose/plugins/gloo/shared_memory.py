@@ -41,11 +41,7 @@ Failure = Callable[[], str]
 
 
 class Connection:
-    """The notes between this process and another.
-
-    Attributes:
-        files: file descriptors received with notes, by the first number of the note.
-    """
+    """The notes between this process and another."""
 
     __slots__ = ("_arrived", "_poll", "_socket", "files")
 
@@ -54,14 +50,11 @@ class Connection:
         connected.setblocking(False)
         self._poll.register(connected, select.POLLIN)
         self._arrived: dict[int, Descriptor] = {}  # by tag
-        self.files: dict[int, int] = {}
+        self.files: dict[int, int] = {}  # file descriptors received with notes, by the first number of the note
 
     def try_to_send(self, tag: int, note: Descriptor, file: int = -1) -> bool:
-        """Send a note if there is room, and return whether it was sent. ``file``: a descriptor; -1 for none.
-
-        Raises:
-            RuntimeError: the other process has ended.
-        """
+        """Send a note if there is room, and return whether it was sent. ``file``: a descriptor; -1 for none. Raises
+        RuntimeError if the other process has ended."""
         try:
             socket.send_fds(self._socket, [_FORMAT.pack(tag, *note)], [] if file < 0 else [file])
         except BlockingIOError:
@@ -71,11 +64,7 @@ class Connection:
         return True
 
     def wait(self, tag: int, limit: timedelta, failure: Failure) -> Descriptor:
-        """Wait for the note with this tag, and return it.
-
-        Raises:
-            RuntimeError: it did not arrive.
-        """
+        """Wait for the note with this tag, and return it. Raises RuntimeError if it did not arrive."""
         deadline = time.monotonic() + limit.total_seconds()
         while not (tag in self._arrived or (self.read() and tag in self._arrived)):
             left = deadline - time.monotonic()
@@ -87,11 +76,8 @@ class Connection:
         return self._arrived.pop(tag)
 
     def read(self) -> bool:
-        """Read the notes that have arrived, and return whether there were any.
-
-        Raises:
-            RuntimeError: there are none, and the other process has ended.
-        """
+        """Read the notes that have arrived, and return whether there were any. Raises RuntimeError if there are none,
+        and the other process has ended."""
         for count in range(1 << 30):
             try:
                 data, files, _, _ = socket.recv_fds(self._socket, _FORMAT.size, 1)
@@ -116,16 +102,12 @@ class Connection:
 
 
 class Listener:
-    """Where the other ranks find this process, until all of them have connected.
-
-    Attributes:
-        number: the secret part of its address: whoever has it is on this machine and was told.
-    """
+    """Where the other ranks find this process, until all of them have connected."""
 
     __slots__ = ("_listener", "number")
 
     def __init__(self) -> None:
-        self.number = secrets.randbits(62)
+        self.number = secrets.randbits(62)  # whoever has it is on this machine and was told
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(_address(self.number))
         self._listener.listen(128)
@@ -246,11 +228,7 @@ class SharedMemory:
         return False
 
     def begin(self, limit: timedelta, failure: Failure) -> None:
-        """Accept the connections of all higher ranks, and exchange pages.
-
-        Raises:
-            RuntimeError: the process of another rank has ended.
-        """
+        """Accept the connections of all higher ranks, and exchange pages. Raises RuntimeError if one has ended."""
         assert self._door is not None
         try:
             while len(self._channels) < len(self._others):
@@ -271,10 +249,7 @@ class SharedMemory:
 
     def put(self, number: int, tag: int, sent: Sequence[Sent], limit: timedelta, failure: Failure) -> None:
         """Let each rank read what is sent to it in collective ``number``, from now on. ``tag``: the tag of the notes.
-
-        Raises:
-            RuntimeError: one of the processes has ended.
-        """
+        Raises RuntimeError if one of the processes has ended."""
         places: dict[tuple[int, int], int] = {}
         nbytes = 0
         for _, item in sent:

@@ -32,24 +32,16 @@ Placed = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
 
 
 class GraphPlan(NamedTuple):
-    """What a graph does for one module of a group, in plain constants.
+    """What a graph does for one module of a group, in plain constants."""
 
-    Attributes:
-        numbers: the ``plan_id`` of each flat parameter.
-        reshards: whether the gather is repeated in backward.
-        input_dtype, output_dtype: the dtypes that inputs and outputs are cast to; ``None``: no cast.
-        slots: where parameters are shown.
-        others: indexes of the group's other modules.
-        gathered: for each flat parameter, whether its parameters are in memory of their own.
-    """
-
-    numbers: tuple[int, ...]
-    reshards: bool
+    numbers: tuple[int, ...]  # the ``plan_id`` of each flat parameter
+    reshards: bool  # whether the gather is repeated in backward
+    # The dtypes that inputs and outputs are cast to; ``None``: no cast.
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
-    slots: Slots
-    others: tuple[int, ...]
-    gathered: tuple[bool, ...]
+    slots: Slots  # where parameters are shown
+    others: tuple[int, ...]  # indexes of the group's other modules
+    gathered: tuple[bool, ...]  # for each flat parameter, whether its parameters are in memory of their own
 
 
 _plans: dict[tuple[GraphPlan, ...], str] = {}  # the key of each

@@ -197,35 +197,26 @@ class GradientForm(Enum):
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Everything that the operators of one flat parameter depend on. Equal plans make equal graphs.
+    """Everything that the operators of one flat parameter depend on. Equal plans make equal graphs."""
 
-    Attributes:
-        route, replica_route: how shards move, and how gradients are averaged over replicas; ``None``: not at all.
-        world_size: the size of the shard group.
-        shard_dtype, dtype: the dtype of the shard, and the compute dtype.
-        reduce_dtype, gradient_dtype: the dtype to reduce in, and that of the reduced gradient.
-        sizes: the sizes of the flat parameter's pieces, parameters and padding, in order.
-        params: the piece and the shape of each parameter.
-        flags: which of them require grad.
-        arrives: the form of gradient that a backward delivers.
-        before, is_average: the divisor of gradients before they are reduced, and whether the collective averages.
-        rounds: the transport may gather other bits, and casts by itself.
-    """
-
+    # How shards move, and how gradients are averaged over replicas; ``None``: not at all.
     route: str | None
     replica_route: str | None
-    world_size: int
+    world_size: int  # the size of the shard group
+    # The dtype of the shard, and the compute dtype.
     shard_dtype: torch.dtype
     dtype: torch.dtype
+    # The dtype to reduce in, and that of the reduced gradient.
     reduce_dtype: torch.dtype
     gradient_dtype: torch.dtype
-    sizes: tuple[int, ...]
-    params: tuple[tuple[int, tuple[int, ...]], ...]
-    flags: tuple[bool, ...]
-    arrives: GradientForm
+    sizes: tuple[int, ...]  # the sizes of the flat parameter's pieces, parameters and padding, in order
+    params: tuple[tuple[int, tuple[int, ...]], ...]  # the piece and the shape of each parameter
+    flags: tuple[bool, ...]  # which of them require grad
+    arrives: GradientForm  # the form of gradient that a backward delivers
+    # The divisor of gradients before they are reduced, and whether the collective averages.
     before: float
     is_average: bool
-    rounds: bool
+    rounds: bool  # the transport may gather other bits, and casts by itself
 
     @property
     def needs_grad_leaf(self) -> bool:
@@ -470,11 +461,8 @@ def captured_flat(handle: FlatParamHandle, is_synced: bool, averages: bool, opti
 
 def deliver_gradients(handle: FlatParamHandle, shard: CapturedShard) -> tuple[bool, bool]:
     """Move the gradients that compiled graphs produced to where eager backward puts them. No reduction of the handle is
-    in flight.
-
-    Returns:
-        Whether older or accumulated gradients have changed; and whether something still has to be reduced.
-    """
+    in flight. Returns whether older or accumulated gradients have changed, and whether something is yet to be
+    reduced."""
     arrived, told = shard.take()
     has_added = is_due = False
     for arrives, grad in arrived:

@@ -31,19 +31,12 @@ _SEVERAL_FAILED = -1  # instead of the number of a rank
 
 
 class Marks(NamedTuple):
-    """Facts about each group, by index, as one rank sends them or as the maximum over all ranks.
+    """Facts about each group, by index, as one rank sends them or as the maximum over all ranks."""
 
-    Attributes:
-        requested: a rank needs the group, and others may not.
-        missing: all ranks need the group at this point, and a rank does not have it gathered.
-        pending: its backward is running, or is still to come in the running backward.
-        ready: its gradients are ready to be reduced.
-    """
-
-    requested: Sequence[int]
-    missing: Sequence[int]
-    pending: Sequence[int]
-    ready: Sequence[int]
+    requested: Sequence[int]  # a rank needs the group, and others may not
+    missing: Sequence[int]  # all ranks need the group at this point, and a rank does not have it gathered
+    pending: Sequence[int]  # its backward is running, or is still to come in the running backward
+    ready: Sequence[int]  # its gradients are ready to be reduced
 
 
 class SkipProtocol:
@@ -88,8 +81,7 @@ class SkipProtocol:
     # ---- Sync points and requests
 
     def sync_point(self, root: Root, place: Entry, needed: Sequence[_FSDPState] = ()) -> None:
-        """Serve the other ranks until all are at this place. Then gather the groups that all
-        need.
+        """Serve the other ranks until all are at this place. Then gather the groups that all need.
 
         Raises:
             RuntimeError: on every rank, if ranks are at different points, if one has failed, or if one did not come.

@@ -200,11 +200,8 @@ class SkippingOrder(FixedOrder):
     # ---- Backward
 
     def begin_backward(self, root: Root) -> None:
-        """Find out whether some rank may reach an optional group in this backward.
-
-        Raises:
-            RuntimeError: another root makes rounds in the same backward, and may still request groups on some rank.
-        """
+        """Find out whether some rank may reach an optional group in this backward. Raises RuntimeError if another root
+        makes rounds in the same backward, and may still request groups on some rank."""
         protocol, others = self.protocol, _running_beside(root)
         for other, its_protocol in others:
             its_protocol.sync_point(other, OTHER_MODEL)

@@ -78,7 +78,7 @@ def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
     """Average gradients over replica groups in other jobs too, which may come and go.
 
     A replica group is a job of its own: its own launcher and default process group. Its ranks share the shards. In
-    backward each gradient is averaged over the group as usual; then ``replicas.average`` averages this rank's part over
+    backward each gradient is averaged over the group as usual; then ``replicas.average`` averages the shards over
     the groups, while backward goes on. ``None`` means the same in all groups: at the end of a backward they agree which
     parameters have a gradient, through ``replicas.maximum``. Groups that would reduce other gradients raise an error
     before the first average; groups that have reduced them in another order, before any is shown.
