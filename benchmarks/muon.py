@@ -51,7 +51,7 @@ from fsdp_compose._torch import Shown
 from fsdp_compose.core.comm import Label, transport_of
 from fsdp_compose.core.ragged import RunLengths
 from fsdp_compose.optim import Muon
-from fsdp_compose.optim.matrices import Exchange, assign, matrices_of, stacks_of
+from fsdp_compose.optim.matrices import Exchange, Route, assign, matrices_of, stacks_of
 from fsdp_compose.optim.muon import NS_COEFFICIENTS, orthogonalize
 
 FULL_TENSOR, ALL_TO_ALL = f"{FSDP2} + full_tensor()", f"{FSDP2} + all-to-all"
@@ -136,11 +136,11 @@ class AllToAll(_Written):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         updates = [self.update(param).to_local().reshape(-1) for param in self.params]
-        where = (self._dtype, torch.device("cpu"), self._transport, Label(["matrices"]))
+        route = Route(self._dtype, torch.device("cpu"), self._transport, Label(["matrices"]))
         for exchange in self._exchanges:
-            stacks = exchange.gather(updates, *where)()
+            stacks = exchange.gather(updates, route)()
             results = [orthogonalize(stack, NS_COEFFICIENTS, 5, 1e-7) for stack in stacks]
-            for i, start, part in exchange.scatter(results, *where)():
+            for i, start, part in exchange.scatter(results, route)():
                 param = self.params[i]
                 self.apply(param, param.to_local().view(-1)[start : start + part.numel()], part)
 

@@ -23,6 +23,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch import DTensorSpec, StridedShard, compute_local_shape_and_global_offset, dtensor_spec, foreach_copy_
@@ -43,7 +44,6 @@ from ..extension import (
 _ONE_ROW = (1, 1)  # what has no rows is one row
 _MOST_TOGETHER = 1 << 20
 _MOST_SETS = 16  # of parameters with gradients, whose exchanges are remembered
-NO_TRANSPORT: Any = None  # of parameters that every rank has whole: nothing moves
 SLACK = 0.05  # how much more than the mean an owner may have to do, before a matrix goes elsewhere
 
 
@@ -225,6 +225,15 @@ class Piece:
         return self.stop - self.start
 
 
+class Route(NamedTuple):
+    """How matrices travel: their dtype on the way and at the owner, where they are computed with, what sends them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    transport: Transport
+    label: Label
+
+
 class Exchange:
     """Moves some stacks to their owners, and results back.
 
@@ -271,17 +280,13 @@ class Exchange:
     def gather(
         self,
         locals_: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        transport: Transport,
-        label: Label,
+        route: Route,
         starts: Mapping[int, int] | None = None,
     ) -> Callable[[], list[torch.Tensor]]:
         """Start to move this rank's shards to the owners.
 
         Args:
             locals_: by parameter, this rank's shard, 1-D.
-            dtype, device: of the stacks.
             starts: by parameter, the first element in ``locals_``, if that is not this rank's whole shard.
 
         Returns:
@@ -293,12 +298,12 @@ class Exchange:
             first = piece.local - bases.get(piece.param, 0)
             return locals_[piece.param][first : first + piece.numel]
 
-        wholes = [torch.empty(stack.numel, dtype=dtype, device=device) for stack in self.owned]
+        wholes = [torch.empty(stack.numel, dtype=route.dtype, device=route.device) for stack in self.owned]
         _copy([wholes[piece.stack][piece.start : piece.stop] for piece in self._kept], [*map(of, self._kept)])
-        sent = torch.empty(self.num_sent, dtype=dtype, device=device)
+        sent = torch.empty(self.num_sent, dtype=route.dtype, device=route.device)
         sources = [*map(of, self._sent)]
         _copy(sent.split([source.numel() for source in sources]), sources)
-        received, wait = self._move(sent, self._received_sizes, self._sent_sizes, transport, label)
+        received, wait = self._move(sent, self._received_sizes, self._sent_sizes, route)
 
         def finish() -> list[torch.Tensor]:
             wait()
@@ -310,13 +315,7 @@ class Exchange:
         return finish
 
     def scatter(
-        self,
-        results: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        transport: Transport,
-        label: Label,
-        with_kept: bool = True,
+        self, results: Sequence[torch.Tensor], route: Route, with_kept: bool = True
     ) -> Callable[[], list[tuple[int, int, torch.Tensor]]]:
         """Start to move results, shaped like the stacks that this rank owns, to the ranks that have the parameters.
 
@@ -327,8 +326,8 @@ class Exchange:
         flats = [result.reshape(-1) for result in results]
         kept = self.kept_of(results) if with_kept else []
         sources = [flats[piece.stack][piece.start : piece.stop] for piece in self._received]
-        sent = torch.cat(sources) if sources else torch.empty(0, dtype=dtype, device=device)
-        received, wait = self._move(sent, self._sent_sizes, self._received_sizes, transport, label)
+        sent = torch.cat(sources) if sources else torch.empty(0, dtype=route.dtype, device=route.device)
+        received, wait = self._move(sent, self._sent_sizes, self._received_sizes, route)
 
         def finish() -> list[tuple[int, int, torch.Tensor]]:
             wait()
@@ -343,25 +342,20 @@ class Exchange:
         return [(piece.param, piece.local, flats[piece.stack][piece.start : piece.stop]) for piece in self._kept]
 
     def _move(
-        self,
-        sent: torch.Tensor,
-        received_sizes: Sequence[int],
-        sent_sizes: Sequence[int],
-        transport: Transport,
-        label: Label,
+        self, sent: torch.Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int], route: Route
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         received = sent.new_empty(sum(received_sizes))
         if not self.num_moved:
             return received, lambda: None
-        what = f"the exchange of {label} in an optimizer's step"
+        what, transport = f"the exchange of {route.label} in an optimizer's step", route.transport
         with noticing_loss(transport.group, what):
-            work = transport.all_to_all(received, sent, received_sizes, sent_sizes, self.num_moved, label)
-        return received, partial(_wait, work, transport, what, sent)
+            work = transport.all_to_all(received, sent, received_sizes, sent_sizes, self.num_moved, route.label)
+        return received, partial(_wait, work, transport.group, what, sent)
 
 
-def _wait(work: Work, transport: Transport, what: str, _sent: torch.Tensor) -> None:
+def _wait(work: Work, group: dist.ProcessGroup, what: str, _sent: torch.Tensor) -> None:
     # ``_sent`` must live as long: on an accelerator the collective may still read it.
-    with noticing_loss(transport.group, what):
+    with noticing_loss(group, what):
         work.wait()
 
 
@@ -603,9 +597,14 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """Where matrices are computed with."""
         handle = self.handle
         return local_of(self.members[0].param).device if handle is None else handle.storage.compute_device(handle.shard)
+
+    def route(self, label: Label) -> Route:
+        transport: Any = None  # of parameters that every rank has whole: nothing moves
+        if self.mesh is not None:
+            transport = self.mesh.transport.exact.among(self.mesh.shard_group)
+        return Route(self.ns_dtype, self.device, transport, label)
 
     def exchanges_of(self, present: bytes) -> tuple[Label, list[Bucket]]:
         """The buckets of the parameters that have a gradient, those with a 1 in ``present``, and their names."""

@@ -39,16 +39,7 @@ from ..extension import (
     never_traced,
     note_write_of_all_ranks,
 )
-from .matrices import (
-    NO_TRANSPORT,
-    Member,
-    Plan,
-    gather_cut,
-    name_of,
-    own_cut,
-    refuse_block_rows,
-    shape_of,
-)
+from .matrices import Member, Plan, gather_cut, name_of, own_cut, refuse_block_rows, shape_of
 from .matrix_report import MatricesReport, buckets_of, report_of
 from .step_agreement import Gradients, Trained, begin_step, share_changes
 
@@ -443,7 +434,6 @@ class Matrixwise(MatrixOptimizer):
             )
 
     def _take(self, number: _Number, entries: Mapping[str, Any]) -> None:
-        """Take the state of one matrix."""
         numbers = self.param_groups[self._known.groups[number[0]]].get(_STATE_NUMBERS, ())
         found = [(path, leaf, ".".join(map(str, path)) in numbers) for path, leaf in leaves_of(entries)]
         layout = self._layouts[number] = [_described(*item) for item in found]
@@ -506,7 +496,6 @@ class _Known:
         return member.param.shape[-2] // member.shape.rows
 
     def owner(self, number: _Number) -> int:
-        """The rank that owns a matrix."""
         (plan, n), k = self.places[number[0]], number[1]
         return plan.owners[n][k // self._blocks(plan.members[n])]
 
@@ -518,7 +507,6 @@ class _Known:
         return [plan.owners[n] for plan, n in self.places]
 
     def device(self, number: _Number) -> torch.device:
-        """Where a matrix is computed with."""
         return self.places[number[0]][0].device
 
     def placed(self, number: _Number, shape: Sequence[int], local: torch.Tensor) -> torch.Tensor:
@@ -582,9 +570,8 @@ class _Moved:
     def __init__(self, plan: Plan, numbers: Sequence[int], gradients: Gradients) -> None:
         self._plan, self._numbers, self._gradients = plan, numbers, gradients
         present = bytes([id(member.param) in gradients for member in plan.members])
-        self._label, (bucket,) = plan.exchanges_of(present)
-        self._exchange, mesh = bucket.exchange, plan.mesh
-        self._transport = NO_TRANSPORT if mesh is None else mesh.transport.exact.among(mesh.shard_group)
+        label, (bucket,) = plan.exchanges_of(present)
+        self._exchange, self._route = bucket.exchange, plan.route(label)
         self._stacks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
 
@@ -592,9 +579,10 @@ class _Moved:
         """Give this rank's matrices their elements and gradients."""
         params = [member.param for member in self._plan.members]
         # One after the other, so that buffers for what moves exist once at a time.
-        values = self._gathered([local_of(param).detach() for param in params])
+        values = self._exchange.gather([local_of(param).detach().reshape(-1) for param in params], self._route)()
         nothing = torch.empty(0)
-        gradients = self._gathered([self._gradients.get(id(param), nothing) for param in params])
+        own = [self._gradients.get(id(param), nothing).reshape(-1) for param in params]
+        gradients = self._exchange.gather(own, self._route)()
         for stack, content, gradient in zip(self._exchange.owned, values, gradients, strict=True):
             member = self._plan.members[stack.param]
             whole, grad = content, gradient
@@ -612,10 +600,6 @@ class _Moved:
                 target.data, target.grad = view.view(target.shape), its_gradient.view(target.shape)
                 self._given.append((target, view))
 
-    def _gathered(self, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        flat = [local.reshape(-1) for local in locals_]
-        return self._exchange.gather(flat, self._plan.ns_dtype, self._plan.device, self._transport, self._label)()
-
     def scatter(self) -> None:
         """Write the matrices to the parameters of all ranks."""
         for target, view in self._given:
@@ -625,8 +609,7 @@ class _Moved:
         for stack, (content, whole) in zip(self._exchange.owned, self._stacks, strict=True):
             is_cut = whole is not content
             results.append(own_cut(self._plan.members[stack.param], whole) if is_cut else content)
-        dtype, device = self._plan.ns_dtype, self._plan.device
-        for i, start, result in self._exchange.scatter(results, dtype, device, self._transport, self._label)():
+        for i, start, result in self._exchange.scatter(results, self._route)():
             local = local_of(self._plan.members[i].param).detach()
             if local.numel() == result.numel():  # it may have any strides
                 local.copy_(result.view(local.shape))
@@ -662,7 +645,6 @@ def _stand_in(param: torch.Tensor, block_rows: int | None, device: torch.device 
 
 
 def _states_in(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The state of each parameter."""
     return [state_dict["state"].get(number, {}) for group in state_dict["param_groups"] for number in group["params"]]
 
 

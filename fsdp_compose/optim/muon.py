@@ -38,7 +38,6 @@ from ..extension import (
     noticing_loss,
 )
 from .matrices import (
-    NO_TRANSPORT,
     Bucket,
     Exchange,
     Member,
@@ -290,14 +289,13 @@ class Muon(MatrixOptimizer):
         present = bytes([member.param.grad is not None for member in plan.members])
         if 1 not in present:
             return
-        device, (label, buckets) = plan.device, plan.exchanges_of(present)
-        transport = NO_TRANSPORT if plan.mesh is None else plan.mesh.transport.exact.among(plan.mesh.shard_group)
-        where = self._ns_dtype, device, transport, label
+        label, buckets = plan.exchanges_of(present)
+        route = plan.route(label)
         leaving: Callable[[], list[tuple[int, int, torch.Tensor]]] | None = None
 
         def begin(bucket: Bucket) -> Callable[[], list[torch.Tensor]]:
             updates = self._update(plan, bucket, gradients)
-            return bucket.exchange.gather(updates, *where, {i: start for i, start, _ in bucket.slices})
+            return bucket.exchange.gather(updates, route, {i: start for i, start, _ in bucket.slices})
 
         coming: Callable[[], list[torch.Tensor]] | None = begin(buckets[0])
         for number, bucket in enumerate(buckets):
@@ -312,7 +310,7 @@ class Muon(MatrixOptimizer):
             is_shared = plan.num_replicas > 1  # then other replicas get what this rank keeps
             if not is_shared:
                 _apply(plan, bucket.exchange.kept_of(stacks), self.param_groups)
-            arrive = bucket.exchange.scatter(stacks, *where, with_kept=is_shared)
+            arrive = bucket.exchange.scatter(stacks, route, with_kept=is_shared)
             leaving = partial(_arrived, plan, bucket, arrive, label)
             del stacks, arrive
         assert leaving is not None

@@ -86,7 +86,8 @@ def begin_step(
         head: lines that must be equal on all ranks; ``options``: entries of parameter groups that must be, too.
 
     Raises:
-        RanksDifferError, RankLostError: see ``agree_on_step``.
+        RanksDifferError: on every rank, which names the first difference, or the rank that cannot step.
+        RankLostError: another rank did not come.
         Exception: on this rank, what ``closure`` or ``plan`` raised; RuntimeError, ValueError: a gradient is not
             reduced, or is not sharded like its parameter.
     """
@@ -106,7 +107,7 @@ def begin_step(
             digest = b"".join([trained.digest, present, "\n".join(agreed).encode()])
     except Exception as caught:  # the others wait for this rank: they are told
         error, trained = caught, trained if trained.params else Trained.by(optimizer.param_groups)
-    agree_on_step(f"{name}.step()", trained.peers(), digest, lambda: [*agreed, *_lines(trained)], error)
+    _agree(f"{name}.step()", trained.peers(), digest, lambda: [*agreed, *_lines(trained)], error)
     return loss, gradients
 
 
@@ -136,28 +137,19 @@ def _lines(trained: Trained, with_gradients: bool = True) -> Sequence[str]:
     return lines
 
 
-def agree_on_step(
+def _agree(
     what: str,
     groups: Iterable[dist.ProcessGroup],
     digest: bytes,
     lines: Callable[[], Sequence[str]],
     error: Exception | None,
 ) -> None:
-    """Make sure that all ranks begin a step, and are about to do the same.
-
-    Ranks: all of ``groups``.
+    """Raise unless all ranks of ``groups``, which each rank has in the same order, begin a step, and are about to do
+    the same. Ranks: all of them.
 
     Args:
-        what: the call, for messages.
-        groups: process groups of more than one rank, in the same order on every rank.
-        digest: of what this rank is about to do.
-        lines: returns what that is, as lines of text, the same on every rank.
-        error: why this rank cannot step.
-
-    Raises:
-        RanksDifferError: on every rank, which names the first difference, or the rank that cannot step.
-        RankLostError: another rank did not come.
-        Exception: ``error``, on this rank.
+        digest: of what this rank is about to do; ``lines``: returns what that is, in words.
+        error: why this rank cannot step. It raises that, the others RanksDifferError.
     """
     number = int.from_bytes(blake2b(digest if error is None else _FAILED, digest_size=8).digest(), "little")
     for group in groups:

@@ -97,7 +97,10 @@ class ChunkedLayout(FlatLayout):
 
     def as_shards(self, flat: torch.Tensor) -> torch.Tensor:
         shards = torch.empty_like(flat)
-        self.copy_to_shards(flat, shards)
+        if any(self.dims):
+            _copy_all(self._pieces_of_shards(shards), self.pieces(flat))
+        else:
+            torch.cat(self.pieces(flat), 1, out=shards.view(self.world_size, -1))
         return shards
 
     def views_of_range(self, shards: torch.Tensor, indices: range) -> list[torch.Tensor]:
@@ -141,11 +144,6 @@ class ChunkedLayout(FlatLayout):
         sizes = [size for index, chunk in enumerate(chunks) for size in (chunk, self._padded(index) - chunk)]
         return [size for size in sizes if size]
 
-    @property
-    def is_as_shards(self) -> bool:
-        """Whether the flat parameter is the shards, one after the other."""
-        return self.world_size == 1 or (len(self._sizes) == 1 and not any(self.dims))
-
     @cached_property
     def _rows(self) -> list[int]:
         """Into how many runs of neighbours the chunk of a rank is divided, for each piece."""
@@ -168,20 +166,14 @@ class ChunkedLayout(FlatLayout):
             return partial(_copy_all, pieces, self._pieces_of_shards(shards))
         return partial(torch.split_with_sizes_copy, shards.view(self.world_size, -1), self._sizes, 1, out=pieces)
 
-    def copy_to_shards(self, flat: torch.Tensor, shards: torch.Tensor) -> None:
-        """The other way round."""
-        if any(self.dims):
-            _copy_all(self._pieces_of_shards(shards), self.pieces(flat))
-        else:
-            torch.cat(self.pieces(flat), 1, out=shards.view(self.world_size, -1))
-
     def _pieces_of_shards(self, shards: torch.Tensor) -> list[torch.Tensor]:
         pieces = zip(shards.view(self.world_size, -1).split(self._sizes, 1), self._rows, strict=True)
         return [piece.unflatten(1, (rows, -1)) for piece, rows in pieces]
 
     def over(self, mesh: DataParallelMesh) -> DataParallelMesh:
-        """The mesh for a flat parameter with this layout."""
-        return mesh if self.is_as_shards else replace(mesh, transport=ChunkTransport(mesh.transport, self))
+        if self.world_size == 1 or (len(self._sizes) == 1 and not any(self.dims)):
+            return mesh  # the flat parameter is the shards, one after the other
+        return replace(mesh, transport=ChunkTransport(mesh.transport, self))
 
 
 def _copy_all(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:

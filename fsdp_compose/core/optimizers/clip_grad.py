@@ -208,7 +208,6 @@ class _Gradients:
 
 
 def _together(partials: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """Combine several results of ``_partial_norm`` into one."""
     if order == 0:
         return torch.cat([*partials])
     if len(partials) == 1:

@@ -340,7 +340,6 @@ def _ranges(owner: FlatParamHandle | nn.Parameter, indices: Iterable[int], local
 
 @cache
 def _add_hooks() -> None:
-    """Acts once."""
     before_every_step(_before_step)
     after_every_step(_after_step)
 

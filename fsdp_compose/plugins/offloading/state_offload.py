@@ -176,7 +176,6 @@ class StreamedStep:
         return loss
 
     def take_over(self, optimizer: Optimizer) -> None:
-        """Move the existing state to host memory."""
         for param, state in optimizer.state.items():
             if isinstance(param, torch.Tensor):
                 for key, value in state.items():
@@ -190,7 +189,6 @@ class StreamedStep:
         return host_memory(numel, dtype, self._pins and device.type not in ("cpu", "meta"))
 
     def _trainings(self, optimizer: Optimizer) -> Iterator[_Training]:
-        """The parameters that have a gradient."""
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -374,7 +372,6 @@ def _is_in_host_memory(handle: FlatParamHandle, gradient: torch.Tensor) -> bool:
 
 
 def _device_of(param: torch.Tensor) -> torch.device:
-    """The device that computes with a parameter."""
     handle = _handle_of(param)
     return local_of(param).device if handle is None else handle.storage.compute_device(handle.shard)
 

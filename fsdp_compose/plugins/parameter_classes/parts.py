@@ -41,7 +41,6 @@ class InnerTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     def view(self, local: torch.Tensor) -> torch.Tensor:
-        """View it in the bytes ``local``."""
         return local[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -121,7 +120,6 @@ class Parts:
                 tensor.copy_(given)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Make a whole instance from whole tensors."""
         return _instance(self.cls, tensors, self.whole_context, self.shape)
 
     def whole_of(self, flat: torch.Tensor) -> Any:

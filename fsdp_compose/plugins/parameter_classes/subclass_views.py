@@ -121,7 +121,6 @@ class CompositeDTensor(RaggedDTensor):
 
     @staticmethod
     def made(local: torch.Tensor, spec: RaggedSpec, composite: Parts) -> CompositeDTensor:
-        """Make one over this rank's bytes."""
         nothing = torch.empty((), dtype=spec.dtype, device=local.device).expand(spec.local_shape)
         tensor = make_dtensor(CompositeDTensor, nothing, spec)
         set_local_tensor(tensor, local)
@@ -256,7 +255,6 @@ class CompositeDTensor(RaggedDTensor):
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of this rank's shard."""
         return torch.Size(self._spec.local_shape)
 
     def write_rows(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:

@@ -55,7 +55,6 @@ class ExtendedMemory(UnshardedMemory):
         self.is_guarded = all(part.is_guarded for part in self.parts)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a view of the memory."""
         return any(same_storage(tensor.untyped_storage(), part.storage) for part in self.parts)
 
     def rename(self, error: str) -> None:
@@ -75,7 +74,6 @@ class ExtendedMemory(UnshardedMemory):
             part.free()
 
     def restore(self) -> None:
-        """Allocate what was freed."""
         for part in self.parts:
             part.allocate()
 
@@ -190,7 +188,6 @@ class ExtendedUnsharded(Unsharded):
     # ---- The class
 
     def _prepare(self, mesh: DeviceMesh) -> None:
-        """Ask the class for the tensors to gather."""
         if isinstance(self._face, DTensor):  # with the attributes that the class has set there
             vars(self._instance).update(self._codec.own_attributes(self._face._local_tensor))
         inputs, self._metadata = self._codec.inputs(self._instance, mesh)
@@ -286,5 +283,4 @@ class ExtendedUnsharded(Unsharded):
             tensor.untyped_storage().resize_(0)
 
     def nbytes(self) -> int:
-        """The bytes that are allocated."""
         return self.memory.nbytes() + sum(tensor.untyped_storage().nbytes() for tensor, _ in self._inner)

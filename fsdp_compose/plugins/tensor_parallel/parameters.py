@@ -116,12 +116,10 @@ def placed(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def local_shape(spec: DTensorSpec) -> tuple[int, ...]:
-    """The shape of this rank's local tensor."""
     return tuple(compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)[0])
 
 
 def largest_local_shape(spec: DTensorSpec) -> tuple[int, ...]:
-    """The largest ``local_shape`` of any rank."""
     shape = list(spec.shape)
     for dim, placement in enumerate(spec.placements):
         if isinstance(placement, (Shard, StridedShard)):
@@ -136,7 +134,6 @@ def is_split_evenly(param: torch.Tensor) -> bool:
 
 
 def is_even(spec: DTensorSpec) -> bool:
-    """Whether all ranks have equally much."""
     sharded = [spec.mesh.size(dim) for dim, item in enumerate(spec.placements) if not item.is_replicate()]
     return prod(largest_local_shape(spec)) * prod(sharded) == prod(spec.shape)
 
@@ -225,7 +222,6 @@ class TensorParallel:
 
     @property
     def is_on_first_rank(self) -> bool:
-        """Whether this rank is the first on all meshes."""
         meshes = {spec.mesh for spec in self.specs if spec is not None}
         return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
 

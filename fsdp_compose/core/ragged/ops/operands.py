@@ -199,8 +199,12 @@ class ReplicatedDTensor(DTensor):
         operands = [*tensors_in((args, kwargs))]
         if func._schema.name.startswith("aten::_foreach_") and len({*map(type, operands)}) > 1:
             num = len(next(item for item in args if is_tensors(item)))
-            if num > 1:
-                return _one_by_one(func, args, kwargs, num)
+            if num > 1:  # tensors of several kinds: one by one
+                results = []
+                for i in range(num):
+                    picked = [pick(item, [i], num) for item in args]
+                    results.append(func(*picked, **{key: pick(item, [i], num) for key, item in kwargs.items()}))
+                return None if results[0] is None else [result[0] for result in results]
         whole = [item for item in operands if isinstance(item, ReplicatedDTensor)]
         mesh = whole[0].device_mesh
         if any(isinstance(item, DTensor) and not isinstance(item, ReplicatedDTensor) for item in operands) or any(
@@ -251,15 +255,6 @@ ReplicatedDTensor.__torch_function__ = DTensor.__torch_function__  # type: ignor
 
 
 _RESHAPE_IN_PLACE = {"aten::t_", "aten::transpose_", "aten::squeeze_", "aten::unsqueeze_", "aten::detach_"}
-
-
-def _one_by_one(func: Any, args: Args, kwargs: Kwargs, num: int) -> Any:
-    """Run an operation on lists of tensors of several kinds."""
-    results = []
-    for i in range(num):
-        picked = [pick(item, [i], num) for item in args]
-        results.append(func(*picked, **{key: pick(item, [i], num) for key, item in kwargs.items()}))
-    return None if results[0] is None else [result[0] for result in results]
 
 
 def _by_stock_rules(func: Any, args: Args, kwargs: Kwargs) -> Any:
