@@ -66,12 +66,8 @@ from .core.group import states_to_run as states_to_run
 from .core.optimizers import MatrixOptimizer as MatrixOptimizer
 from .core.ragged import RaggedDTensor as RaggedDTensor
 from .core.ragged import RaggedShard as RaggedShard
-from .core.ragged import RaggedSpec as RaggedSpec
 from .core.ragged import RunLengths as RunLengths
 from .core.ragged import note_write_of_all_ranks as note_write_of_all_ranks
-from .core.state_dicts import GROUPS as GROUPS
-from .core.state_dicts import PARAMS as PARAMS
-from .core.state_dicts import STATE as STATE
 
 # ---- State dicts, and what ranks agree on
 from .core.state_dicts import Described as Described
@@ -81,27 +77,20 @@ from .core.state_dicts import Optimizers as Optimizers
 from .core.state_dicts import Peers as Peers
 from .core.state_dicts import PlaceState as PlaceState
 from .core.state_dicts import StateDictOptions as StateDictOptions
-from .core.state_dicts import StateKind as StateKind
 from .core.state_dicts import Target as Target
 from .core.state_dicts import digests_of as digests_of
-from .core.state_dicts import empty_on as empty_on
-from .core.state_dicts import entries_of as entries_of
 from .core.state_dicts import gather_values as gather_values
 from .core.state_dicts import get_model_state_dict as get_model_state_dict
 from .core.state_dicts import get_state_dict as get_state_dict
-from .core.state_dicts import is_flattened as is_flattened
 from .core.state_dicts import is_shared_name as is_shared_name
 from .core.state_dicts import listed as listed
 from .core.state_dicts import load_into as load_into
-from .core.state_dicts import longest_prefix as longest_prefix
-from .core.state_dicts import pending_state as pending_state
-from .core.state_dicts import plan_model as plan_model
+from .core.state_dicts import pending_like as pending_like
 from .core.state_dicts import says_what_it_holds as says_what_it_holds
 from .core.state_dicts import set_model_state_dict as set_model_state_dict
 from .core.state_dicts import set_state_dict as set_state_dict
 from .core.state_dicts import state_placer as state_placer
 from .plugins.debugging import POSITION_MARK as POSITION_MARK
-from .plugins.debugging import as_ranges as as_ranges
 from .plugins.gloo import noticing_loss as noticing_loss
 
 # ---- Sharded tensors

@@ -31,10 +31,8 @@ from ..extension import (
     RaggedDTensor,
     StateDictOptions,
     Target,
-    entries_of,
     gather_values,
     local_of,
-    plan_model,
 )
 from .folders import METADATA, abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
 
@@ -126,7 +124,7 @@ def _problem_of(function: Callable[..., Any], *arguments: Any) -> str | Exceptio
 def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
     """Return the tensors to save, in the order of the flat parameters. Raises RuntimeError if one cannot be saved."""
     chosen: dict[Any, dict[str, torch.Tensor]] = {}
-    for fqn, (_, value) in entries_of(names).items():
+    for fqn, (_, value) in names.entries().items():
         if not isinstance(value, torch.Tensor):
             raise MisuseRuntimeError(
                 f"{fqn} is a {type(value).__name__}, but safetensors files hold only tensors: save it by other means, "
@@ -214,7 +212,8 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
 
     def plan_to_load() -> tuple[ModelPlan, dict[str, _Stored]]:
         found = _look_into(folder)
-        plan = plan_model(names, {fqn: item.described for fqn, item in found.items()}, StateDictOptions(strict=strict))
+        described = {fqn: item.described for fqn, item in found.items()}
+        plan = ModelPlan.of(names, described, StateDictOptions(strict=strict))
         problem = plan.problem or list_problems(
             "the files hold other kinds of numbers than the model",
             [

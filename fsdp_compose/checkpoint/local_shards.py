@@ -33,11 +33,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .._arguments import checked
-from .._nested import Path, leaves_of, map_leaves, put_leaf
+from .._nested import PARAMS, Path, leaves_of, map_leaves, put_leaf
 from .._torch import non_persistent_buffers
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..extension import (
-    PARAMS,
     FlatParamHandle,
     ModelNames,
     Optimizers,

@@ -24,21 +24,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
 from torch.distributed.tensor import DTensor
 
-from .._nested import Path, leaves_of, put_leaf
+from .._nested import GROUPS, PARAMS, STATE, Path, is_flattened, leaves_of, longest_prefix, put_leaf
 from .._torch import dedup_save_plans, plan_errors
 from ..errors import MisuseError
 from ..extension import (
-    GROUPS,
-    PARAMS,
-    STATE,
     CompositeDTensor,
     PlaceState,
-    StateKind,
     digests_of,
-    is_flattened,
     is_shared_name,
-    longest_prefix,
-    pending_state,
+    pending_like,
     says_what_it_holds,
 )
 from .values import is_beside, is_of_one_rank, is_optimizer_dict, optimizer_dicts, read_value
@@ -315,8 +309,7 @@ class _Saved:
         if like is not None and len(rest) > 1:  # in a list, say, which is copied as a whole
             return torch.zeros_like(like, dtype=saved.properties.dtype)
         if like is not None:
-            kind = StateKind((True,) * like.dim(), saved.properties.dtype, like.device)
-            return pending_state(like, {key: kind})[key]
+            return pending_like(like, saved.properties.dtype)
         if fqn not in self.tensors and not is_shared_name(fqn) and dist.is_initialized() and dist.get_world_size() > 1:
             raise MisuseError(
                 f"the checkpoint holds {key}, of shape {tuple(saved.size)}, but the optimizer has no such state before "

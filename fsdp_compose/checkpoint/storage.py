@@ -41,7 +41,6 @@ from ..extension import (
     Peers,
     StateDictOptions,
     Target,
-    empty_on,
     get_model_state_dict,
     get_state_dict,
     listed,
@@ -526,7 +525,7 @@ def _give_memory(state: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _give_memory(value)
         elif isinstance(value, torch.Tensor) and value.is_meta:
-            state[key] = empty_on(value, Target(value).device)
+            state[key] = Target(value).empty()
 
 
 class FolderWriter(FileSystemWriter):

@@ -21,9 +21,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from .._nested import Path, leaves_of, map_leaves
+from .._nested import GROUPS, STATE, Path, is_flattened, leaves_of, map_leaves
 from ..errors import MisuseError
-from ..extension import GROUPS, STATE, Peers, digests_of, is_flattened, says_what_it_holds
+from ..extension import Peers, digests_of, says_what_it_holds
 
 # ---- Reading values. Arrays are made from bytes here: NumPy's own functions trust the dtype that a pickle describes.
 

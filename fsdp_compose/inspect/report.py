@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from io import StringIO
 
-from ..extension import as_ranges
+from ..errors import as_ranges
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._torch import DTensorSpec, TensorMeta, make_dtensor, renew_hooks, set_local_tensor
 from ..comm import DataParallelMesh
-from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
+from ..ragged import RaggedDTensor, RaggedShard
 from .layout import FlatLayout
 from .sharded_param import ParamAttribute, copy_attributes, local_of, shown_on
 
@@ -123,7 +123,7 @@ class FlatSegment:
             mesh = self._mesh.beside(tensor_mesh)
             placements = (*placements, *(Shard(0) if dim in dims else Replicate() for dim in range(tensor_mesh.ndim)))
         if not self._is_stock:
-            return RaggedDTensor(local, RaggedSpec.make(mesh, placements, self._shape, local.dtype))
+            return RaggedDTensor._from_elements(local, mesh, placements, self._shape)
         meta, placements = TensorMeta(torch.Size(self._shape), (1,), local.dtype), self._mesh.placements(Shard(0))
         tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(mesh, placements, meta))
         return tensor

@@ -4,7 +4,7 @@ All state dicts use these names. Nothing here communicates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,39 @@ class ModelNames:
         """Return every flat parameter of the model."""
         places = [handle_of(tensor) for tensor in self.parameters.values()]
         return list(dict.fromkeys(place[0] for place in places if place is not None))
+
+    def live_state(self) -> Mapping[str, Any]:
+        """Return ``model.state_dict()``.
+
+        Raises:
+            RuntimeError: on every rank, the first rank shows full parameters and the others sharded ones.
+        """
+        for handle in self.handles():
+            if handle.is_summoned_on_first_rank_only:
+                raise MisuseRuntimeError(
+                    f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
+                    "summon_full_params(rank0_only=True): call it outside of that context. (A full state dict on the "
+                    "first rank does not need the context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
+                )
+        state: Mapping[str, Any] = own_method(self.model, "state_dict")()
+        return state
+
+    def entries(self, live: Mapping[str, Any] | None = None) -> dict[str, tuple[str, Any]]:
+        """Return key and (detached, live) value of each entry of ``live_state()``, by canonical FQN.
+
+        Raises:
+            RuntimeError: two keys have the same canonical name; or as for ``live_state``.
+        """
+        found: dict[str, tuple[str, Any]] = {}
+        for key, value in (self.live_state() if live is None else live).items():
+            fqn = self.canonical(key)
+            if fqn in found:
+                raise MisuseRuntimeError(
+                    f"{key} and {found[fqn][0]} of this {type(self.model).__name__} have the same canonical name, "
+                    f"{fqn}: rename one of the submodules"
+                )
+            found[fqn] = (key, value)
+        return found
 
     def refuse_while_running_elsewhere(self) -> None:
         """Raise if a forward or backward of the model runs on another thread, whose collectives would be mixed up with

@@ -227,11 +227,6 @@ def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return on_local(tensor, lambda local: local.to("cpu", copy=True))
 
 
-def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an uninitialized tensor like this one on another device."""
-    return on_local(tensor, lambda local: torch.empty_like(local, device=device))
-
-
 def on_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return a tensor placed like this one, with what ``function`` makes of this rank's elements."""
     if isinstance(tensor, RaggedDTensor):

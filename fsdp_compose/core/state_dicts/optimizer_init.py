@@ -244,6 +244,11 @@ def _refuse_steps(optimizer: Optimizer) -> None:
     kept_for(optimizer, _Refusal, lambda: _Refusal(hooks))
 
 
+def pending_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Make a placeholder of the shape and layout of ``tensor``. No communication."""
+    return _pending(tensor, StateKind((True,) * tensor.dim(), dtype, tensor.device), None)
+
+
 def pending_state(
     param: torch.Tensor, template: Template, optimizer: Optimizer | None = None
 ) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
-from ..._nested import Path, leaves_of, map_leaves
+from ..._nested import GROUPS, PARAMS, STATE, Path, leaves_of, map_leaves
 from ..._torch import is_wrapper, loads_as_torch
 from ...errors import list_problems
 from ..flat import local_of
@@ -36,17 +36,7 @@ from .optimizer_init import (
     take,
     templates_of,
 )
-from .optimizer_state import (
-    GROUPS,
-    PARAMS,
-    STATE,
-    Trained,
-    TrainedBy,
-    TrainedGroup,
-    conflict_of,
-    pack_flat,
-    trained_by,
-)
+from .optimizer_state import Trained, TrainedBy, TrainedGroup, conflict_of, pack_flat, trained_by
 from .resharding import Described, Sender, Target, fact_of, fetch
 
 # ---- Targets: where each tensor of an optimizer's state goes, even inside lists and dicts.

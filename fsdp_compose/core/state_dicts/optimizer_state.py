@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from ..._nested import Path, leaves_of, map_leaves
+from ..._nested import GROUPS, PARAMS, STATE, Path, leaves_of, longest_prefix, map_leaves
 from ...errors import MisuseRuntimeError
 from ...plugins.parameter_classes import with_local
 from ..flat import FlatParamHandle, FlatSegment, handle_of_segment, local_of
@@ -353,9 +353,6 @@ def _number(value: Any) -> Any:
 # ---- Optimizer dicts in other forms: with one level of keys, or with numbers instead of names.
 
 
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-
-
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten ``{"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], key: value}]}`` to one level of keys:
     ``state.<fqn>.<key>`` and ``param_groups.<fqn>.<key>``. A parameter group without parameters has no key."""
@@ -403,18 +400,6 @@ def unflatten(flat: Mapping[str, Any], fqns: Iterable[str], *, strict: bool) -> 
     if strange and strict:
         raise ValueError(f"unexpected: these keys name no parameter of the model: {', '.join(strange[:5])}")
     return {STATE: state, GROUPS: [*groups.values()]}
-
-
-def longest_prefix(text: str, known: set[str]) -> str | None:
-    end = len(text)
-    while (end := text.rfind(".", 0, end)) >= 0:
-        if text[:end] in known:
-            return text[:end]
-    return None
-
-
-def is_flattened(state: Mapping[str, Any]) -> bool:
-    return GROUPS not in state and any(str(key).startswith((f"{STATE}.", f"{GROUPS}.")) for key in state)
 
 
 def is_numbered(state: Mapping[str, Any]) -> bool:

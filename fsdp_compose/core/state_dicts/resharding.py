@@ -17,7 +17,7 @@ from ..comm import as_transferable
 from ..flat import FlatParamHandle
 from ..ragged import RaggedDTensor, ReplicatedDTensor, distribute_ragged, inner_of_whole, local_shard_of
 from .fqns import Place
-from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
+from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of, on_local
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Target:
         mesh = self.like.device_mesh if isinstance(self.like, DTensor) else None
         accelerator = torch.accelerator.current_accelerator(True) if mesh is None or mesh.device_type != "cpu" else None
         return torch.device("cpu") if accelerator is None else accelerator
+
+    def empty(self) -> torch.Tensor:
+        """Return an uninitialized tensor with the wanted shape, placements and device."""
+        return on_local(self.like, lambda local: torch.empty_like(local, device=self.device))
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a whole tensor, which may share its memory. No communication."""

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from ..._arguments import checked
-from ..._nested import map_leaves
+from ..._nested import GROUPS, STATE, is_flattened, map_leaves
 from ..._torch import group_device_types, versions_of, with_versions
 from ...errors import MisuseError, MisuseRuntimeError
 from .agreement import Peers, group_of, group_of_values
@@ -31,18 +31,14 @@ from .model_state import (
     choose_entries,
     fetch_model,
     is_extra_state,
-    plan_model,
 )
 from .optimizer_init import is_pending, pending_keys, without_pending
 from .optimizer_load import OptimizerPlan, commit_optimizers, fetch_optimizers, plan_optimizers
 from .optimizer_state import (
-    GROUPS,
-    STATE,
     Optimizers,
     TrainedBy,
     choose_optimizer_entries,
     flatten,
-    is_flattened,
     is_numbered,
     listed,
     name,
@@ -327,7 +323,7 @@ def _plan(names: ModelNames, ready: _Ready, told: bytes, options: StateDictOptio
     given: _Given = ready.given if sender is None or sender.is_here else pickle.loads(told)
     plans = _Plans(given, ModelPlan(names), OptimizerPlan(ready.trained))
     if given.model is not None:
-        plans.model = plan_model(names, given.model, options, sender)
+        plans.model = ModelPlan.of(names, given.model, options, sender)
     if given.optimizers is not None:
         plans.optimizers = plan_optimizers(names, ready.trained, given.optimizers, options, sender)
     problem = _meta_problem(ready.trained, plans.model) or plans.model.problem or plans.optimizers.problem

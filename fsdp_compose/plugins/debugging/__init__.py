@@ -9,13 +9,12 @@ if TYPE_CHECKING:
     from .lockstep import LockstepCommunicator as LockstepCommunicator
     from .lockstep import announce_first_forward as announce_first_forward
     from .standstill import POSITION_MARK as POSITION_MARK
-    from .standstill import as_ranges as as_ranges
     from .standstill import look_after_standstill as look_after_standstill
 else:
     __getattr__ = on_demand(
         __name__,
         {
             "lockstep": "LockstepCommunicator announce_first_forward",
-            "standstill": "POSITION_MARK as_ranges look_after_standstill",
+            "standstill": "POSITION_MARK look_after_standstill",
         },
     )

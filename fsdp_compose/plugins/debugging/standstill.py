@@ -20,8 +20,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +29,7 @@ import torch.distributed as dist
 from ..._torch import group_timeout, is_destroyed
 from ...core.comm import known_namespace
 from ...core.group import CollectiveLog
-from ...errors import MisuseError
+from ...errors import MisuseError, as_ranges
 
 HANG_SECONDS_ENV = "FSDP_COMPOSE_HANG_SECONDS"
 SECONDS = 60.0  # the default, inside an iteration; 0 turns it off
@@ -163,13 +161,6 @@ def _place(frame: FrameType | None, is_own: bool) -> str:
             return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
-
-
-def as_ranges(numbers: Iterable[int], separator: str = ",") -> str:
-    """Numbers, for example of ranks, as text such as ``0-3,8``."""
-    runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])  # the same while numbers are adjacent
-    texts = [[str(number) for _, number in run] for _, run in runs]
-    return separator.join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in texts)
 
 
 _watcher: _Watcher | None = None
