@@ -46,16 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._torch import StorageInfo
 from ..errors import RankLostError, class_of, name_of, text_of
-from .folders import (
-    abandon_folder,
-    end_meeting,
-    is_held,
-    is_lock_held,
-    lost_to_another,
-    meeting_of,
-    partial_of,
-    sync,
-)
+from .folders import abandon_folder, end_meeting, is_held, is_lock_held, lost_to_another, meeting_of, partial_of, sync
 from .planner import with_own_storage
 from .storage import FolderWriter, finish_save
 

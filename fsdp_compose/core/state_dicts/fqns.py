@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..._torch import loads_as_torch_module, wrapped_child
+from ..._torch import loads_as_torch_module, non_persistent_buffers, wrapped_child
 from ...errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, handle_of
 from ..group import before_load, sharded_parameters
@@ -83,11 +83,13 @@ class ModelNames:
         tensor = self.parameters.get(fqn)
         return None if tensor is None else handle_of(tensor)
 
-    def slots(self, kind: str) -> Iterator[tuple[str, nn.Module, str]]:
+    def slots(self, kind: str, persistent: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield name, module and attribute of everything in the dicts that modules keep under ``kind``:
-        "_parameters" or "_buffers"."""
+        "_parameters" or "_buffers", all or the ``persistent`` ones."""
         for path, module in self.model.named_modules(remove_duplicate=False):
             for name in getattr(module, kind):
+                if persistent and name in non_persistent_buffers(module):
+                    continue
                 yield self.canonical(f"{path}.{name}" if path else name), module, name
 
     def handles(self) -> list[FlatParamHandle]:

@@ -36,17 +36,7 @@ from .optimizer_init import (
     take,
     templates_of,
 )
-from .optimizer_state import (
-    GROUPS,
-    PARAMS,
-    STATE,
-    Trained,
-    TrainedBy,
-    TrainedGroup,
-    conflict_of,
-    pack_flat,
-    trained_by,
-)
+from .optimizer_state import GROUPS, PARAMS, STATE, Trained, TrainedBy, TrainedGroup, conflict_of, pack_flat, trained_by
 from .resharding import Described, Sender, Target, fact_of, fetch
 
 # ---- Targets: where each tensor of an optimizer's state goes, even inside lists and dicts.
@@ -372,14 +362,9 @@ def _quantize(optimizer: Optimizer) -> None:
             exact = [key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()]
             made = state_after_step(optimizer, group, local_of(param)) if exact else {}
             for key in exact:
-                kept, value = made.get(key), entries[key]
-                if (
-                    kept is not None
-                    and is_wrapper(kept)
-                    and not is_wrapper(local_of(value))
-                    and kept.shape == local_of(value).shape
-                ):
-                    kept.copy_(local_of(value))
+                kept, value, local = made.get(key), entries[key], local_of(entries[key])
+                if kept is not None and is_wrapper(kept) and not is_wrapper(local) and kept.shape == local.shape:
+                    kept.copy_(local)
                     entries[key] = RaggedDTensor(kept, value._spec) if isinstance(value, RaggedDTensor) else kept
 
 

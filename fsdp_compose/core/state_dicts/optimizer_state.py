@@ -156,7 +156,11 @@ class TrainedBy:
                 if not found and keep_foreign:
                     found = [Trained(f"param_groups.{number}.params.{i}", index, param, None, None)]
                 if not found:
-                    self.foreign.append(_text_of_foreign(type(optimizer).__name__, number, i, group))
+                    named = f" ({group['param_names'][i]!r})" if "param_names" in group else ""
+                    self.foreign.append(
+                        f"parameter {i} of parameter group {number} of the {type(optimizer).__name__}{named}, of shape "
+                        f"{tuple(param.shape)}"
+                    )
                 params += found
             self.groups.append(TrainedGroup(number, packed["params"], params))
 
@@ -220,9 +224,8 @@ def _trained_in(param: torch.Tensor, number: int, names: ModelNames, blocks: Map
     """Yield the model's parameters in one of the optimizer's parameters."""
     handle = handle_of_segment(param)
     if handle is None:
-        fqns = names.names_of(param)
-        if fqns:
-            yield Trained(fqns[0], number, param, names.place(fqns[0]), None)
+        for fqn in names.names_of(param)[:1]:
+            yield Trained(fqn, number, param, names.place(fqn), None)
         return
     segment = next(item for item in handle.segments if item.parameter is param)
     for index in segment.sharded_params:
@@ -231,20 +234,11 @@ def _trained_in(param: torch.Tensor, number: int, names: ModelNames, blocks: Map
             yield Trained(fqn, number, sharded, (handle, index), FlatView(handle, segment, blocks))
 
 
-def _text_of_foreign(optimizer: str, group: int, index: int, values: dict[str, Any]) -> str:
-    named = f" ({values['param_names'][index]!r})" if "param_names" in values else ""
-    return (
-        f"parameter {index} of parameter group {group} of the {optimizer}{named}, of shape "
-        f"{tuple(values['params'][index].shape)}"
-    )
-
-
 def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: bool) -> list[TrainedBy]:
     """Return the parameters that each optimizer trains. Raises RuntimeError if their state cannot be named by FQN."""
     several = [] if optimizers is None else listed(optimizers)
     trained = [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(several)]
-    problem = problem_of(trained, names)
-    if problem:
+    if problem := problem_of(trained, names):
         raise MisuseRuntimeError(problem)
     return trained
 
