@@ -53,15 +53,14 @@ class ModelNames:
     def is_loadable(self, key: str) -> bool:
         """Whether ``load_state_dict()`` accepts a key of ``state_dict()``. True if that cannot be known: load hooks,
         and modules with their own loading, may accept any key."""
-        modules, end = [self.model], -1
-        while (end := key.find(".", end + 1)) >= 0:
-            child = modules[-1]._modules.get(key[:end].rpartition(".")[2])
+        modules, (*path, name) = [self.model], key.split(".")
+        for step in path:
+            child = modules[-1]._modules.get(step)
             if child is None:
                 break
             modules.append(child)
         if not all(loads_as_torch_module(module, before_load) for module in modules):
             return True
-        name = key.rpartition(".")[2]
         owner = modules[-1]
         return name in owner._parameters or name in owner._buffers or name == "_extra_state"
 

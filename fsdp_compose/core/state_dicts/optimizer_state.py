@@ -152,7 +152,7 @@ class TrainedBy:
         for number, (group, packed) in enumerate(zip(optimizer.param_groups, self.packed["param_groups"], strict=True)):
             params: list[Trained] = []
             for i, (param, index) in enumerate(zip(group["params"], packed["params"], strict=True)):
-                found = [*_trained_in(param, index, names, _blocks_in(optimizer, group, param))]
+                found = [*_trained_in(optimizer, group, param, index, names)]
                 if not found and keep_foreign:
                     found = [Trained(f"param_groups.{number}.params.{i}", index, param, None, None)]
                 if not found:
@@ -212,15 +212,9 @@ class TrainedBy:
         return result
 
 
-def _blocks_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, int]:
-    """By name, the state of a flat view that has one number for each block, and the size of a block."""
-    if block_of(optimizer) is None or handle_of_segment(param) is None:
-        return {}
-    template = templates_of(optimizer, group)(param)
-    return {name: kind.block for name, kind in template.items() if kind.block is not None}
-
-
-def _trained_in(param: torch.Tensor, number: int, names: ModelNames, blocks: Mapping[str, int]) -> Iterator[Trained]:
+def _trained_in(
+    optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, number: int, names: ModelNames
+) -> Iterator[Trained]:
     """Yield the model's parameters in one of the optimizer's parameters."""
     handle = handle_of_segment(param)
     if handle is None:
@@ -228,6 +222,8 @@ def _trained_in(param: torch.Tensor, number: int, names: ModelNames, blocks: Map
             yield Trained(fqn, number, param, names.place(fqn), None)
         return
     segment = next(item for item in handle.segments if item.parameter is param)
+    template = {} if block_of(optimizer) is None else templates_of(optimizer, group)(param)
+    blocks = {name: kind.block for name, kind in template.items() if kind.block is not None}
     for index in segment.sharded_params:
         sharded = handle.sharded_params[index]
         for fqn in names.names_of(sharded)[:1]:
