@@ -295,11 +295,11 @@ def _checked(metadata: Any) -> Metadata:
         _require(isinstance(key, str), f"{key!r} is not a name")
         if isinstance(entry, TensorStorageMetadata):
             _require(isinstance(getattr(entry.properties, "dtype", None), torch.dtype), f"{key} has no dtype")
-            are_chunks = all(
+            has_size = _are_sizes(entry.size) and all(
                 isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)
                 for chunk in entry.chunks
             )
-            _require(are_chunks and _are_sizes(entry.size), f"{key} has no size")
+            _require(has_size, f"{key} has no size")
             _require_whole(key, entry)
         else:
             _require(isinstance(entry, BytesStorageMetadata), f"{key} is neither a tensor nor a value")

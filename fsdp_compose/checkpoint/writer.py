@@ -334,7 +334,7 @@ class _Staged:
     """Takes the place of a planner: finds an item's data in the staging memory, or among the serialized ones."""
 
     def __init__(self, layout: Layout, values: dict[int, bytes], memory: torch.Tensor) -> None:
-        self._data: dict[int, Any] = {}
+        self._data: dict[int, Any] = {}  # by the id of an item, which ``plan`` keeps alive
         items = [*layout.plan.items]
         for i, place in enumerate(layout.places):
             if place is None:
