@@ -105,7 +105,10 @@ class Saver:
         timeout: timedelta = timedelta(hours=1),
     ) -> None:
         self._group, self._timeout = process_group, timeout.total_seconds()
-        self._staging, self._kept, self._underway = _Staging(staging), _Kept(), _Underway()
+        self._staging, self._underway = _Staging(staging), _Underway()
+        # The plan of the last save, with the places of its copy, is used again while what it depends on stays the same.
+        self._signature: list[Any] | None = None
+        self._layout: Layout | None = None
         weakref.finalize(self, self._underway.end)  # also at exit, which so waits for a save under way
         self._underway.running()
         if state_dict is not None:
@@ -144,7 +147,7 @@ class Saver:
     def close(self) -> None:
         """Wait for the save that is under way, and end the process. Raise the save's error if no caller has seen it."""
         self._underway.end()
-        self._staging, self._kept = _Staging(self._staging.folder), _Kept()
+        self._staging, self._signature, self._layout = _Staging(self._staging.folder), None, None
 
     def __enter__(self) -> Saver:
         return self
@@ -162,9 +165,9 @@ class Saver:
                 planner = _Planner(share=begun.share)
                 planner.set_up_planner(begun.state, is_coordinator=peers.is_first)
                 signature = _signature(planner)
-                is_kept = signature is not None and signature == self._kept.signature
+                is_kept = signature is not None and signature == self._signature
                 if not peers.ask("kept plan", is_kept, all):
-                    self._kept = _Kept(signature, _plan_together(peers, planner, begun))
+                    self._signature, self._layout = signature, _plan_together(peers, planner, begun)
                 copied = peers.attempt(self._copy, planner, begun, peers, waiting)
             copied.future.set_running_or_notify_cancel()
             self._underway.future = copied.future
@@ -181,16 +184,15 @@ class Saver:
     def _copy(self, planner: SavePlanner, begun: Begun, peers: Peers, waiting: contextlib.ExitStack) -> _Copied:
         """Copy this rank's part of the state, take the lock that the writer will hold, and start the thread that sends
         the part to the writer when all ranks have copied theirs."""
-        kept = self._kept
-        assert kept.layout is not None
-        data = [planner.resolve_data(item) for item in kept.layout.plan.items]
+        assert self._layout is not None
+        data = [planner.resolve_data(item) for item in self._layout.plan.items]
         places, nbytes, on_cuda = _placed(data)
         self._staging.reserve(nbytes, on_cuda)
         values = self._staging.copy(data, places)
-        if kept.layout.places != places:
-            kept.layout = replace(kept.layout, places=places)
+        if self._layout.places != places:
+            self._layout = replace(self._layout, places=places)
         about = (values, begun.numbers, self._staging.nbytes, self._timeout)
-        request = Request(begun.folder, begun.token, peers.rank, peers.size, kept.layout, *about)
+        request = Request(begun.folder, begun.token, peers.rank, peers.size, self._layout, *about)
         lock = os.fdopen(hold_lock(meeting_of(begun.folder, begun.token) / f"{peers.rank}.lock"), "wb", buffering=0)
         copied = _Copied(request, self._underway.running(), lock)
         # On a thread, because Ctrl-C and handlers of signals interrupt the main thread alone. If none can be started,
@@ -275,19 +277,6 @@ class _Planner(SavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         return DefaultSavePlanner.transform_object(self, write_item, object)
-
-
-@dataclass
-class _Kept:
-    """The plan of the last save, which is used again while names, shapes and placements stay the same.
-
-    Attributes:
-        signature: what the plan depends on.
-        layout: the plan, with the places of the last copy.
-    """
-
-    signature: list[Any] | None = None
-    layout: Layout | None = None
 
 
 @dataclass(frozen=True)

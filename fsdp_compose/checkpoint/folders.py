@@ -295,11 +295,11 @@ def _checked(metadata: Any) -> Metadata:
         _require(isinstance(key, str), f"{key!r} is not a name")
         if isinstance(entry, TensorStorageMetadata):
             _require(isinstance(getattr(entry.properties, "dtype", None), torch.dtype), f"{key} has no dtype")
-            are_chunks = all(
+            has_size = _are_sizes(entry.size) and all(
                 isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)
                 for chunk in entry.chunks
             )
-            _require(are_chunks and _are_sizes(entry.size), f"{key} has no size")
+            _require(has_size, f"{key} has no size")
             _require_whole(key, entry)
         else:
             _require(isinstance(entry, BytesStorageMetadata), f"{key} is neither a tensor nor a value")
@@ -324,8 +324,7 @@ def _require_whole(key: str, entry: TensorStorageMetadata) -> None:
     size, saved, needed = tuple(entry.size), 0, math.prod(entry.size)
     for offsets, sizes in {(chunk.offsets, chunk.sizes) for chunk in entry.chunks}:
         fits = len(offsets) == len(sizes) == len(size) and all(map(le, map(add, offsets, sizes), size))
-        if not fits:
-            raise ValueError(f"a part of {key} is not in the tensor of shape {size}")
+        _require(fits, f"a part of {key} is not in the tensor of shape {size}")
         saved += math.prod(sizes)
     # torch refuses to save pieces that overlap, so comparing numbers of elements is enough.
     _require(saved == needed, f"{saved} of the {needed} elements of {key} were saved")
@@ -384,7 +383,14 @@ def begin_folder(folder: Path, token: str) -> None:
             raise MisuseRuntimeError(
                 f"{partial}, where {folder.name} is written first, exists and is not an interrupted save: move it away"
             )
-        _throw_away(partial)
+        # The marker of earlier versions comes last: until then it distinguishes the folder from a user's.
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == UNFINISHED):
+            if _is_ours(path):
+                bury(path, partial)  # another job may be writing to it, and would keep writing while it is deleted
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     (partial / token).mkdir(parents=True)
 
 
@@ -444,18 +450,6 @@ def bury(path: Path, partial: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # finished, or deleted by another job or rank
         path.rename(dead)
         shutil.rmtree(dead)
-
-
-def _throw_away(partial: Path) -> None:
-    # The marker of earlier versions comes last: until then it distinguishes the folder from a user's.
-    found = sorted(partial.iterdir(), key=lambda path: path.name == UNFINISHED)
-    for path in found:
-        if _is_ours(path):
-            bury(path, partial)  # another job may be writing to it, and would keep writing while it is deleted
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None = None) -> None:

@@ -34,7 +34,6 @@ from torch.optim.optimizer import Optimizer
 
 from .._arguments import checked
 from .._nested import PARAMS, Path, leaves_of, map_leaves, put_leaf
-from .._torch import non_persistent_buffers
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..extension import (
     FlatParamHandle,
@@ -153,11 +152,7 @@ class Shards:
         managed = {id(param) for handle in self._handles() for param in handle.sharded_params}
         self._names = names
         self._others = {fqn: p for fqn, p in names.parameters.items() if id(p) not in managed}
-        self._buffers = [
-            (fqn, module._buffers, name)
-            for fqn, module, name in names.slots("_buffers")
-            if name not in non_persistent_buffers(module)
-        ]
+        self._buffers = [(fqn, module._buffers, name) for fqn, module, name in names.slots("_buffers", persistent=True)]
         for path, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise MisuseTypeError(
@@ -257,9 +252,18 @@ class Shards:
                 )
 
     def _flats(self) -> list[torch.Tensor]:
-        """This rank's part of each flat parameter; where parameters were given other memory (``p.data = ...``), a copy
+        """This rank's shard of each flat parameter; where parameters were given other memory (``p.data = ...``), a copy
         of what is there."""
-        return [handle.shard if not handle.was_moved() else _flat_copy(handle) for handle in self._handles()]
+        flats = []
+        for handle in self._handles():
+            flat = handle.shard
+            if handle.was_moved():
+                locals_ = [local_elements(param) for param in handle.sharded_params]
+                flat = torch.zeros(handle.shard_numel, dtype=locals_[0].dtype, device=locals_[0].device)
+                for view, local in zip(handle.locals_of(flat), locals_, strict=True):
+                    view.copy_(local)
+            flats.append(flat)
+        return flats
 
     def _tensors(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {f"flat.{i}": flat for i, flat in enumerate(flats)}
@@ -362,14 +366,6 @@ class Shards:
                 item.holder.pop(item.param, None)
 
         plan.last.append(put)
-
-
-def _flat_copy(handle: FlatParamHandle) -> torch.Tensor:
-    locals_ = [local_elements(param) for param in handle.sharded_params]
-    flat = torch.zeros(handle.shard_numel, dtype=locals_[0].dtype, device=locals_[0].device)
-    for view, local in zip(handle.locals_of(flat), locals_, strict=True):
-        view.copy_(local)
-    return flat
 
 
 def _digest(facts: object) -> str:

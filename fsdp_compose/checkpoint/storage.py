@@ -284,7 +284,7 @@ def begin_save(
                 raise MisuseRuntimeError(f"{folder} cannot be written: {_with_reason(error)}") from error
         return state, [*paths_of_numbers(plain)], keys, digests
 
-    token = new_token()
+    token = new_token()  # the first rank's, which makes the folder, counts for all: ``told``
     with abandoning(peers, Begun({}, [], folder, token, None)):
         begun = peers.attempt(begin, facts=lambda made: [str(folder), *made[0]])
         state, numbers, keys, digests = begun

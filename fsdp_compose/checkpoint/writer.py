@@ -46,16 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._torch import StorageInfo
 from ..errors import RankLostError, class_of, name_of, text_of
-from .folders import (
-    abandon_folder,
-    end_meeting,
-    is_held,
-    is_lock_held,
-    lost_to_another,
-    meeting_of,
-    partial_of,
-    sync,
-)
+from .folders import abandon_folder, end_meeting, is_held, is_lock_held, lost_to_another, meeting_of, partial_of, sync
 from .planner import with_own_storage
 from .storage import FolderWriter, finish_save
 
@@ -343,7 +334,7 @@ class _Staged:
     """Takes the place of a planner: finds an item's data in the staging memory, or among the serialized ones."""
 
     def __init__(self, layout: Layout, values: dict[int, bytes], memory: torch.Tensor) -> None:
-        self._data: dict[int, Any] = {}
+        self._data: dict[int, Any] = {}  # by the id of an item, which ``plan`` keeps alive
         items = [*layout.plan.items]
         for i, place in enumerate(layout.places):
             if place is None:

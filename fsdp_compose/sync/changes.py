@@ -477,8 +477,13 @@ def _changes_of(
 ) -> list[tuple[str, ChangedElements]]:
     """Gather the changes of a run's parameters, on the ranks that want them. Ranks: all of the model."""
     with torch.no_grad():
-        if run[0].place is None:
-            found: Sequence[_Change | None] = [_changes_of_lone(run, snapshot)]
+        found: Sequence[_Change | None]
+        if run[0].is_dtensor and run[0].place is None:
+            found = [(None, gather_lone(run[0]).reshape(-1))]
+        elif run[0].place is None:
+            new = run[0].local().to(run[0].dtype).reshape(-1)
+            changed = changed_elements(snapshot.of_lone(run[0]), new)
+            found = [(changed.positions, changed.values)]
         else:
             found = _changes_of_span(run, span_of(run), snapshot, rank0_only)
     if rank0_only and not is_here:
@@ -493,15 +498,6 @@ def _changes_of(
 
 _Change = tuple["torch.Tensor | None", torch.Tensor]
 """Positions, and values."""
-
-
-def _changes_of_lone(run: Run, snapshot: ParameterSnapshot) -> _Change:
-    (source,) = run
-    if source.is_dtensor:
-        return None, gather_lone(source).reshape(-1)
-    new = source.local().to(source.dtype).reshape(-1)
-    changed = changed_elements(snapshot.of_lone(source), new)
-    return changed.positions, changed.values
 
 
 def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_only: bool) -> Sequence[_Change | None]:

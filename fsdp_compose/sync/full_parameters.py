@@ -16,7 +16,6 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._arguments import checked, size_of
-from .._torch import non_persistent_buffers
 from ..errors import MisuseRuntimeError, MisuseTypeError, RanksDifferError, class_of
 from ..extension import (
     CompositeDTensor,
@@ -94,8 +93,9 @@ def sources_of(names: ModelNames, dtype: torch.dtype | None, include_buffers: bo
     found = []
     for group in together.values():
         found += sorted(group, key=lambda source: source.place[1] if source.place is not None else 0)
-    buffers = _by_tensor(_buffers(names)) if include_buffers else []
-    return [*found, *(Source(fqns, buffer, buffer.dtype, None) for buffer, fqns in buffers)]
+    slots = names.slots("_buffers", persistent=True) if include_buffers else ()
+    buffers = [(fqn, buffer) for fqn, module, name in slots if (buffer := module._buffers[name]) is not None]
+    return [*found, *(Source(fqns, buffer, buffer.dtype, None) for buffer, fqns in _by_tensor(buffers))]
 
 
 def _by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, tuple[str, ...]]]:
@@ -105,13 +105,6 @@ def _by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[torc
         found.setdefault(id(tensor), (tensor, []))[1].append(fqn)
     for tensor, fqns in found.values():
         yield tensor, tuple(fqns)
-
-
-def _buffers(names: ModelNames) -> Iterator[tuple[str, torch.Tensor]]:
-    for fqn, module, name in names.slots("_buffers"):
-        buffer = module._buffers[name]
-        if buffer is not None and name not in non_persistent_buffers(module):
-            yield fqn, buffer
 
 
 def handles_of(sources: Sequence[Source]) -> list[FlatParamHandle]:

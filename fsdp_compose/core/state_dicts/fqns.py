@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..._torch import loads_as_torch_module, wrapped_child
+from ..._torch import loads_as_torch_module, non_persistent_buffers, wrapped_child
 from ...errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, handle_of
 from ..group import before_load, sharded_parameters
@@ -53,15 +53,14 @@ class ModelNames:
     def is_loadable(self, key: str) -> bool:
         """Whether ``load_state_dict()`` accepts a key of ``state_dict()``. True if that cannot be known: load hooks,
         and modules with their own loading, may accept any key."""
-        modules, end = [self.model], -1
-        while (end := key.find(".", end + 1)) >= 0:
-            child = modules[-1]._modules.get(key[:end].rpartition(".")[2])
+        modules, (*path, name) = [self.model], key.split(".")
+        for step in path:
+            child = modules[-1]._modules.get(step)
             if child is None:
                 break
             modules.append(child)
         if not all(loads_as_torch_module(module, before_load) for module in modules):
             return True
-        name = key.rpartition(".")[2]
         owner = modules[-1]
         return name in owner._parameters or name in owner._buffers or name == "_extra_state"
 
@@ -83,11 +82,13 @@ class ModelNames:
         tensor = self.parameters.get(fqn)
         return None if tensor is None else handle_of(tensor)
 
-    def slots(self, kind: str) -> Iterator[tuple[str, nn.Module, str]]:
+    def slots(self, kind: str, persistent: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield name, module and attribute of everything in the dicts that modules keep under ``kind``:
-        "_parameters" or "_buffers"."""
+        "_parameters" or "_buffers", all or the ``persistent`` ones."""
         for path, module in self.model.named_modules(remove_duplicate=False):
             for name in getattr(module, kind):
+                if persistent and name in non_persistent_buffers(module):
+                    continue
                 yield self.canonical(f"{path}.{name}" if path else name), module, name
 
     def handles(self) -> list[FlatParamHandle]:

@@ -76,13 +76,20 @@ def gather_values(
     """
     is_wanted = is_first or not rank0_only
     leaves, copies, wholes = _leaves(values), Copies(to_cpu), dict[Key, Any]()
-    bundles = _bundles(names, leaves)
-    for bundle in bundles:
-        wholes.update(_gather_bundle(bundle, to_cpu, rank0_only))
-    gathered_together = {key for bundle in bundles for key in bundle.keys}
+    bundles: dict[Any, _Bundle] = {}  # by flat parameter, name of state, and dtype
+    alone = dict[Key, Any]()
     for key, leaf in leaves.items():
-        if key in gathered_together:
+        place = names.place(key[0])
+        if place is None or not is_sharded_like(leaf, place):
+            alone[key] = leaf
             continue
+        handle, index = place
+        bundle = bundles.setdefault((handle, key[1:], leaf.dtype), _Bundle(handle))
+        bundle.locals[index] = local_tensor(leaf)
+        bundle.keys[key] = index
+    for bundle in bundles.values():
+        wholes.update(_gather_bundle(bundle, to_cpu, rank0_only))
+    for key, leaf in alone.items():
         whole = full_tensor(leaf) if isinstance(leaf, DTensor) else leaf
         if is_wanted:
             # If this rank holds everything, full_tensor() returns the live memory.
@@ -125,19 +132,6 @@ def full_tensor(value: DTensor) -> torch.Tensor:
     with torch.no_grad():
         whole: torch.Tensor = value.full_tensor()
     return whole.detach()
-
-
-def _bundles(names: ModelNames, values: Mapping[Key, Any]) -> list[_Bundle]:
-    """Make one bundle for each flat parameter, name of state, and dtype."""
-    bundles: dict[Any, _Bundle] = {}
-    for key, value in values.items():
-        place = names.place(key[0])
-        if place is not None and is_sharded_like(value, place):
-            handle, index = place
-            bundle = bundles.setdefault((handle, key[1:], value.dtype), _Bundle(handle))
-            bundle.locals[index] = local_tensor(value)
-            bundle.keys[key] = index
-    return [*bundles.values()]
 
 
 def is_sharded_like(value: Any, place: Place) -> bool:

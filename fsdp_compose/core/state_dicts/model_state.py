@@ -96,12 +96,12 @@ def choose_entries(
     """
     state = {fqn: value for fqn, (_, value) in names.entries().items()}
     prefixes = names.prefixes_of(submodules)
-    chosen = [fqn for fqn in state if any(fqn.startswith(prefix) for prefix in prefixes)]
+    # Each with its first prefix.
+    chosen = {fqn: prefix for fqn in state for prefix in reversed(prefixes) if fqn.startswith(prefix)}
     if options.ignore_frozen_params:
-        chosen = [fqn for fqn in chosen if not _is_frozen(names, fqn)]
-    values, keys, by_key, known = dict[Key, Any](), dict[str, Key](), dict[str, str](), set(chosen)
-    for fqn in chosen:
-        prefix = next(p for p in prefixes if fqn.startswith(p))
+        chosen = {fqn: prefix for fqn, prefix in chosen.items() if not _is_frozen(names, fqn)}
+    values, keys, by_key = dict[Key, Any](), dict[str, Key](), dict[str, str]()
+    for fqn, prefix in chosen.items():
         key = fqn if options.keep_submodule_prefixes else fqn[len(prefix) :]
         if key in by_key:
             raise MisuseRuntimeError(
@@ -109,7 +109,7 @@ def choose_entries(
                 "or get one submodule at a time"
             )
         by_key[key] = fqn
-        first = next(name for name in (*names.aliases(fqn), fqn) if name in known) if options.full_state_dict else fqn
+        first = next(name for name in (*names.aliases(fqn), fqn) if name in chosen) if options.full_state_dict else fqn
         keys[key] = (first, "")
         values.setdefault((first, ""), state[first])
     return values, keys

@@ -362,14 +362,9 @@ def _quantize(optimizer: Optimizer) -> None:
             exact = [key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()]
             made = state_after_step(optimizer, group, local_of(param)) if exact else {}
             for key in exact:
-                kept, value = made.get(key), entries[key]
-                if (
-                    kept is not None
-                    and is_wrapper(kept)
-                    and not is_wrapper(local_of(value))
-                    and kept.shape == local_of(value).shape
-                ):
-                    kept.copy_(local_of(value))
+                kept, value, local = made.get(key), entries[key], local_of(entries[key])
+                if kept is not None and is_wrapper(kept) and not is_wrapper(local) and kept.shape == local.shape:
+                    kept.copy_(local)
                     entries[key] = RaggedDTensor(kept, value._spec) if isinstance(value, RaggedDTensor) else kept
 
 

@@ -152,11 +152,15 @@ class TrainedBy:
         for number, (group, packed) in enumerate(zip(optimizer.param_groups, self.packed["param_groups"], strict=True)):
             params: list[Trained] = []
             for i, (param, index) in enumerate(zip(group["params"], packed["params"], strict=True)):
-                found = [*_trained_in(param, index, names, _blocks_in(optimizer, group, param))]
+                found = [*_trained_in(optimizer, group, param, index, names)]
                 if not found and keep_foreign:
                     found = [Trained(f"param_groups.{number}.params.{i}", index, param, None, None)]
                 if not found:
-                    self.foreign.append(_text_of_foreign(type(optimizer).__name__, number, i, group))
+                    named = f" ({group['param_names'][i]!r})" if "param_names" in group else ""
+                    self.foreign.append(
+                        f"parameter {i} of parameter group {number} of the {type(optimizer).__name__}{named}, of shape "
+                        f"{tuple(param.shape)}"
+                    )
                 params += found
             self.groups.append(TrainedGroup(number, packed["params"], params))
 
@@ -208,43 +212,29 @@ class TrainedBy:
         return result
 
 
-def _blocks_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, int]:
-    """By name, the state of a flat view that has one number for each block, and the size of a block."""
-    if block_of(optimizer) is None or handle_of_segment(param) is None:
-        return {}
-    template = templates_of(optimizer, group)(param)
-    return {name: kind.block for name, kind in template.items() if kind.block is not None}
-
-
-def _trained_in(param: torch.Tensor, number: int, names: ModelNames, blocks: Mapping[str, int]) -> Iterator[Trained]:
+def _trained_in(
+    optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, number: int, names: ModelNames
+) -> Iterator[Trained]:
     """Yield the model's parameters in one of the optimizer's parameters."""
     handle = handle_of_segment(param)
     if handle is None:
-        fqns = names.names_of(param)
-        if fqns:
-            yield Trained(fqns[0], number, param, names.place(fqns[0]), None)
+        for fqn in names.names_of(param)[:1]:
+            yield Trained(fqn, number, param, names.place(fqn), None)
         return
     segment = next(item for item in handle.segments if item.parameter is param)
+    template = {} if block_of(optimizer) is None else templates_of(optimizer, group)(param)
+    blocks = {name: kind.block for name, kind in template.items() if kind.block is not None}
     for index in segment.sharded_params:
         sharded = handle.sharded_params[index]
         for fqn in names.names_of(sharded)[:1]:
             yield Trained(fqn, number, sharded, (handle, index), FlatView(handle, segment, blocks))
 
 
-def _text_of_foreign(optimizer: str, group: int, index: int, values: dict[str, Any]) -> str:
-    named = f" ({values['param_names'][index]!r})" if "param_names" in values else ""
-    return (
-        f"parameter {index} of parameter group {group} of the {optimizer}{named}, of shape "
-        f"{tuple(values['params'][index].shape)}"
-    )
-
-
 def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: bool) -> list[TrainedBy]:
     """Return the parameters that each optimizer trains. Raises RuntimeError if their state cannot be named by FQN."""
     several = [] if optimizers is None else listed(optimizers)
     trained = [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(several)]
-    problem = problem_of(trained, names)
-    if problem:
+    if problem := problem_of(trained, names):
         raise MisuseRuntimeError(problem)
     return trained
 

@@ -179,7 +179,13 @@ def _from_first_rank(
         elif place is not None and _is_scattered(target, sender.group):
             parcels.setdefault((place[0], key[1:], given.dtype), {})[key] = place
         else:
-            result[key] = in_layout(_broadcast(given, sender), target)
+            if isinstance(given, torch.Tensor):
+                whole = given.detach().to(sender.device).contiguous()
+            else:
+                whole = torch.empty(given.shape, dtype=given.dtype, device=sender.device)
+            if whole.numel():
+                dist.broadcast(as_transferable(whole.view(-1)), group=sender.group, group_src=0)
+            result[key] = in_layout(whole, target)
     for (handle, _, dtype), places in parcels.items():
         indices = {key: index for key, (_, index) in places.items()}
         result.update(_scatter(handle, dtype, indices, values, is_here=sender.is_here))
@@ -195,16 +201,6 @@ def _is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
     if mesh.peers.size() > mesh.data_world_size:
         return False  # tensor parallelism: other ranks hold the same or other shards
     return mesh.peers is group and mesh.first_rank == dist.get_process_group_ranks(group)[0]
-
-
-def _broadcast(given: Any, sender: Sender) -> torch.Tensor:
-    if isinstance(given, torch.Tensor):
-        whole = given.detach().to(sender.device).contiguous()
-    else:
-        whole = torch.empty(given.shape, dtype=given.dtype, device=sender.device)
-    if whole.numel():
-        dist.broadcast(as_transferable(whole.view(-1)), group=sender.group, group_src=0)
-    return whole
 
 
 def _scatter(

@@ -89,9 +89,9 @@ def get(
             for key, value in entries.optimizers.items() if peers.several else ():
                 digests |= digests_of(value, (STATE, *key))
             peers.compare("state of optimizers", "", [], digests)
-        values = _in_form(names, entries.model, options)
+        values = _in_form(names, peers, entries.model, options)
         model_state = {key: values[at] for key, at in entries.keys.items() if at in values}
-        return model_state, _optimizer_state(names, entries, options) if optimizers is not None else {}
+        return model_state, _optimizer_state(names, peers, entries, options) if optimizers is not None else {}
 
 
 def _choose(
@@ -121,12 +121,11 @@ def _choose(
     return entries
 
 
-def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:
+def _in_form(names: ModelNames, peers: Peers, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:
     """Gather or copy values as the options ask. Ranks: with ``full_state_dict`` all, after they agreed."""
     if options.full_state_dict:
-        is_here = Peers.of(names, "").is_first
         return gather_values(
-            names, values, to_cpu=options.cpu_offload, rank0_only=options.is_rank0_only, is_first=is_here
+            names, values, to_cpu=options.cpu_offload, rank0_only=options.is_rank0_only, is_first=peers.is_first
         )
     if not options.cpu_offload:
         return values
@@ -137,9 +136,9 @@ def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOption
     return {key: map_leaves(to_cpu, value) for key, value in values.items()}
 
 
-def _optimizer_state(names: ModelNames, entries: _Entries, options: StateDictOptions) -> dict[str, Any]:
-    values, groups = _in_form(names, entries.optimizers, options), entries.groups
-    if options.is_rank0_only and not Peers.of(names, "").is_first:
+def _optimizer_state(names: ModelNames, peers: Peers, entries: _Entries, options: StateDictOptions) -> dict[str, Any]:
+    values, groups = _in_form(names, peers, entries.optimizers, options), entries.groups
+    if options.is_rank0_only and not peers.is_first:
         return {}
     if options.full_state_dict or options.cpu_offload:
         copies = Copies(options.cpu_offload)
