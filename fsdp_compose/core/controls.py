@@ -615,10 +615,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         raise MisuseError(f"register_forward_method(): a {type(module).__name__} has no method {method_name!r}")
     if get_state(module) is None or isinstance(module.__dict__.get(method_name), _ForwardMethod):
         return
-    if isinstance(method, MethodType) and method.__self__ is module:
-        module.__dict__[method_name] = _ForwardMethod(module, method.__func__, is_bound=True)
-    else:
-        module.__dict__[method_name] = _ForwardMethod(module, method, is_bound=False)
+    is_bound = isinstance(method, MethodType) and method.__self__ is module
+    module.__dict__[method_name] = _ForwardMethod(module, method.__func__ if is_bound else method, is_bound)
 
 
 register_fsdp_forward_method = register_forward_method  # FSDP2's name for it

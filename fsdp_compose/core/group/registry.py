@@ -13,7 +13,7 @@ from typing import cast
 import torch
 import torch.nn as nn
 
-from ..._torch import STATE_KEY, add_composable_state, composable_registry, composable_states
+from ..._torch import STATE_KEY, composable_registry, composable_states
 from ...errors import MisuseError
 from ..flat import SHARDED_PARAM_ATTRIBUTE, FlatParamHandle, ManagedParameter, handle_of, owner_of
 from .options import GroupOptions
@@ -26,11 +26,6 @@ def fully_shard() -> None:
 
 
 API_KEY = fully_shard
-
-
-def register_state(modules: Sequence[nn.Module], state: _FSDPState) -> None:
-    """Register one state on ``modules``, none of which has one or is inside another."""
-    add_composable_state(modules, API_KEY, state)
 
 
 def get_state(module: nn.Module) -> _FSDPState | None:
@@ -230,17 +225,17 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
             fqn = f"{name}.{local_name}" if name else local_name
             if SHARDED_PARAM_ATTRIBUTE in param.__dict__:
                 continue  # a tie: see ties_with_other_groups
-            owner = handle_of(param)
-            if owner is not None and _stands_below(module, owner[0]):
+            place = handle_of(param)
+            state = None if place is None else state_of(place[0])
+            if state is not None and module in group_modules(state.live_modules()):
                 group, owner_fqn = owner_of(param) or ("?", "?")
                 raise MisuseError(
                     f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner_fqn} "
                     f"of the sharded {group}. A parameter can be in one group only: shard inner modules before outer "
                     "ones"
                 )
-            if owner is not None:
-                continue
-            found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
+            if place is None:
+                found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
     return list(found.values())
 
 
@@ -265,12 +260,6 @@ def ties_with_other_groups(
         for name, param in module._parameters.items()
         if param is not None and param not in ignored and SHARDED_PARAM_ATTRIBUTE in param.__dict__
     ]
-
-
-def _stands_below(module: nn.Module, handle: FlatParamHandle) -> bool:
-    """Whether the group of ``handle`` manages ``module`` itself."""
-    state = state_of(handle)
-    return state is not None and module in group_modules(state.live_modules())
 
 
 def prepare_swap(state: _FSDPState) -> None:

@@ -178,18 +178,13 @@ def apply_moves(moves: Iterable[Move]) -> None:
         if arriving:
             _plan_anew(move.target, [*_sharded_params_of(move.target), *arriving])
         if move.untied:
-            _add(move.target, move.untied)
+            # In flat parameters of their own, so the others, and the optimizer state for them, stay as they are.
+            _set_handles(move.target, move.target._handles, move.untied)
     del before
 
 
 def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> None:
     _set_handles(state, [], {sharded: _kind_in(state, sharded) for sharded in sharded_params})
-
-
-def _add(state: _FSDPState, kinds: dict[nn.Parameter, ParameterKind]) -> None:
-    """Add parameters to a group, in flat parameters of their own."""
-    # So the others, and the optimizer state for them, stay as they are.
-    _set_handles(state, state._handles, kinds)
 
 
 def _set_handles(
