@@ -343,9 +343,9 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool |
     forward gathers a kept group again if the ranks have written to its sharded parameters (an optimizer's step). If
     only one rank wrote to its local memory, that forward raises. See ``keep_unsharded``.
 
-    If you pass the number given to ``fully_shard(reshard_after_forward=...)``, the parts that are kept between forward
-    and backward are kept until the next optimizer step. Only the first gather after a step is then among all ranks; the
-    others stay within the ranks that share the parts.
+    If you pass the number given to ``fully_shard(reshard_after_forward=...)``, the shards that these ranks keep
+    between forward and backward are kept until the next optimizer step. Only the first gather after a step is then
+    among all ranks; the others stay within these ranks.
 
     Ranks: all ranks must set the same value; the first forward compares it. Local: no communication.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -80,8 +81,7 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         ValueError: see ``fully_shard``.
     """
     with annotations_on(mesh):
-        found = check_group(modules, mesh, options, ignored)
-        label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
+        label, fqns, managed, regions = check_group(modules, mesh, options, ignored)
         ties = ties_with_other_groups(fqns, ignored)
         meshes = [meshes_of(item.parameter, mesh) for item in managed]
         data_mesh = data_parallel_mesh(mesh, dict.fromkeys(meshes), options.post_forward_size)
@@ -410,17 +410,14 @@ def _explain_methods(modules: list[nn.Module]) -> None:
         # Not all methods: programs ask by ``hasattr(module, "reshard")`` whether a module has them.
         for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
             if not hasattr(module, name):
-                module.__dict__[name] = _missing_method(type(module).__name__, name)
+                module.__dict__[name] = partial(_refuse_method, type(module).__name__, name)
 
 
-def _missing_method(cls: str, name: str) -> Callable[..., NoReturn]:
-    def missing(*_: Any, **__: Any) -> NoReturn:
-        raise AttributeError(
-            f"{cls!r} object has no attribute {name!r}: fsdp_compose.fully_shard() adds no methods. Call "
-            f"fsdp_compose.{name}(module, ...); or {_DROP_IN}"
-        )
-
-    return missing
+def _refuse_method(cls: str, name: str, *_: Any, **__: Any) -> NoReturn:
+    raise AttributeError(
+        f"{cls!r} object has no attribute {name!r}: fsdp_compose.fully_shard() adds no methods. Call "
+        f"fsdp_compose.{name}(module, ...); or {_DROP_IN}"
+    )
 
 
 def check_fully_shard(module: nn.Module | list[nn.Module], **arguments: Any) -> None:

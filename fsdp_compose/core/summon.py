@@ -121,7 +121,6 @@ class _Summoned:
         self.version = handle.shard._version
 
     def _local_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the elements of this rank's local shard."""
         handle, sharded = self.handle, self.handle.sharded_params[index]
         if isinstance(sharded, RaggedDTensor):  # of this shard group, if tensor parallelism has split it too
             whole = inner_of_whole(whole, sharded._spec)

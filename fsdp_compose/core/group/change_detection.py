@@ -403,7 +403,6 @@ def is_sleeping(state: _FSDPState) -> bool:
 
 
 def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
-    """Raise RuntimeError if one of these groups is asleep."""
     for state in states:
         if is_sleeping(state):
             raise MisuseRuntimeError(sleeping_error(state.name))

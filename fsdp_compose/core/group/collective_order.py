@@ -109,16 +109,13 @@ UNNUMBERED = GroupEntries(-1)
 
 
 class OrderedRoot(Protocol):
-    """The part of a ``Root`` that the order uses."""
+    """What the order uses of a ``Root``."""
 
-    @property
-    def number(self) -> int: ...
+    number: int
+    order: CollectiveLog
 
     @property
     def states(self) -> Sequence[Callable[[], Group | None]]: ...  # weak references
-
-    @property
-    def order(self) -> CollectiveLog: ...
 
     @property
     def label(self) -> str: ...
@@ -129,15 +126,11 @@ class OrderedRoot(Protocol):
 
 
 class Group(Protocol):
-    """The part of an ``_FSDPState`` that the order uses."""
+    """What the order uses of an ``_FSDPState``."""
 
     log: GroupEntries
-
-    @property
-    def serial(self) -> int: ...
-
-    @property
-    def _handles(self) -> list[FlatParamHandle]: ...
+    serial: int
+    _handles: list[FlatParamHandle]
 
     @property
     def name(self) -> str: ...

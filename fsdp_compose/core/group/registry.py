@@ -46,25 +46,14 @@ def is_compatible(module: nn.Module) -> bool:
     return "replicate" not in composable_registry(module)
 
 
-def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[_FSDPState], list[nn.Module]]:
-    """The states in the tree under ``module`` and the module of each.
-
-    The order is depth first, as in ``module.modules()``. Each state and module comes once, however often it is shared.
-    Modules that an incompatible API (torch's ``replicate``) manages are skipped with everything below them.
-    """
-    states: list[_FSDPState] = []
-    modules: list[nn.Module] = []
-    for submodule in _walk(module, stop_at_incompatible=True):
-        state = get_state(submodule)
-        if state is not None and state not in states:
-            states.append(state)
-            modules.append(submodule)
-    return states, modules
-
-
 def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
-    """The states in the tree under ``module``; see ``_get_fsdp_states_with_modules``."""
-    return _get_fsdp_states_with_modules(module)[0]
+    """The states in the tree under ``module``.
+
+    The order is depth first, as in ``module.modules()``. Each state comes once, however often it is shared. Modules
+    that an incompatible API (torch's ``replicate``) manages are skipped with everything below them.
+    """
+    found = map(get_state, _walk(module, stop_at_incompatible=True))
+    return [*dict.fromkeys(state for state in found if state is not None)]
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
@@ -293,22 +282,18 @@ _FIRST_BUCKET_BYTES = 1 << 20  # small, so that its reduction starts early in ba
 
 def partition(managed: Sequence[ManagedParameter], options: GroupOptions) -> list[list[ManagedParameter]]:
     """The parameters of each flat parameter, in the order in which their gradients are reduced."""
-    kinds = by_kind(managed)
+    # One for each (dtype, requires_grad, kind, mesh), in the order of their first parameters.
+    by_kind: dict[tuple[object, ...], list[ManagedParameter]] = {}
+    for item in managed:
+        key = item.parameter.dtype, item.parameter.requires_grad, item.kind, id(item.mesh)
+        by_kind.setdefault(key, []).append(item)
+    kinds = list(by_kind.values())
     if options.bucket_bytes is None:
         return kinds
     positions = {item.fqn: i for i, item in enumerate(managed)}
     buckets = [bucket for kind in kinds for bucket in _buckets(kind, options.bucket_bytes)]
     # Backward reaches the last parameters first: a bucket is complete when its first parameter has its gradient.
     return sorted(buckets, key=lambda bucket: -positions[bucket[0].fqn])
-
-
-def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """One list for each (dtype, requires_grad, kind, mesh), in the order of their first parameters."""
-    kinds: dict[tuple[object, ...], list[ManagedParameter]] = {}
-    for item in managed:
-        key = item.parameter.dtype, item.parameter.requires_grad, item.kind, id(item.mesh)
-        kinds.setdefault(key, []).append(item)
-    return list(kinds.values())
 
 
 def _buckets(kind: Sequence[ManagedParameter], bucket_bytes: int) -> list[list[ManagedParameter]]:

@@ -392,11 +392,8 @@ class Scheduler(Protocol):
         is_capturable: graphs may contain the groups, whose gathers the compiler then places.
     """
 
-    @property
-    def skips(self) -> bool: ...
-
-    @property
-    def is_capturable(self) -> bool: ...
+    skips: bool
+    is_capturable: bool
 
     def reset(self) -> None:
         """Forget the iteration that was going on."""
