@@ -343,9 +343,9 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool |
     forward gathers a kept group again if the ranks have written to its sharded parameters (an optimizer's step). If
     only one rank wrote to its local memory, that forward raises. See ``keep_unsharded``.
 
-    If you pass the number given to ``fully_shard(reshard_after_forward=...)``, the parts that are kept between forward
-    and backward are kept until the next optimizer step. Only the first gather after a step is then among all ranks; the
-    others stay within the ranks that share the parts.
+    If you pass the number given to ``fully_shard(reshard_after_forward=...)``, the shards that these ranks keep
+    between forward and backward are kept until the next optimizer step. Only the first gather after a step is then
+    among all ranks; the others stay within these ranks.
 
     Ranks: all ranks must set the same value; the first forward compares it. Local: no communication.
 
@@ -615,10 +615,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         raise MisuseError(f"register_forward_method(): a {type(module).__name__} has no method {method_name!r}")
     if get_state(module) is None or isinstance(module.__dict__.get(method_name), _ForwardMethod):
         return
-    if isinstance(method, MethodType) and method.__self__ is module:
-        module.__dict__[method_name] = _ForwardMethod(module, method.__func__, is_bound=True)
-    else:
-        module.__dict__[method_name] = _ForwardMethod(module, method, is_bound=False)
+    is_bound = isinstance(method, MethodType) and method.__self__ is module
+    module.__dict__[method_name] = _ForwardMethod(module, method.__func__ if is_bound else method, is_bound)
 
 
 register_fsdp_forward_method = register_forward_method  # FSDP2's name for it

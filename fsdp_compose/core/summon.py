@@ -121,7 +121,6 @@ class _Summoned:
         self.version = handle.shard._version
 
     def _local_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the elements of this rank's local shard."""
         handle, sharded = self.handle, self.handle.sharded_params[index]
         if isinstance(sharded, RaggedDTensor):  # of this shard group, if tensor parallelism has split it too
             whole = inner_of_whole(whole, sharded._spec)
@@ -179,7 +178,10 @@ def summon_full_params(
     slots = _slots_below(module, recurse)
     handles = list(dict.fromkeys(handle for handle, _ in slots))
     for handle in handles:
-        _make_ready(_state_of(handle))
+        owner = state_of(handle)
+        if owner is None:
+            raise MisuseRuntimeError("summon_full_params(): the sharded module of a parameter no longer exists")
+        _make_ready(owner)
     options = (recurse, writeback, rank0_only, offload_to_cpu, with_grads)
     for mesh in {id(handle.mesh.peers): handle.mesh for handle in handles}.values():
         if mesh.has_peers:
@@ -228,13 +230,6 @@ def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle
                 handle, index = place
                 found.append((handle, _Slot(item, name, f"{prefix}.{name}" if prefix else name, index)))
     return found
-
-
-def _state_of(handle: FlatParamHandle) -> _FSDPState:
-    state = state_of(handle)
-    if state is None:
-        raise MisuseRuntimeError("summon_full_params(): the sharded module of a parameter no longer exists")
-    return state
 
 
 def _make_ready(state: _FSDPState) -> None:

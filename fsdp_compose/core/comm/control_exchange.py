@@ -91,7 +91,7 @@ class Doubling:
         from ...plugins.gloo import Pending, look_after_pending
 
         self.rounds = rounds_of(control.rank(), control.size())
-        self.control, self.messages = control, gloo_messages(control)
+        self.messages = gloo_messages(control)
         look_after_pending()
         self.pending = partial(Pending, control)
         self._group = weakref.ref(group)

@@ -27,16 +27,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from ..._torch import default_store, group_timeout
 from ...errors import RankLostError, RanksDifferError, class_of, name_of
 from .context import kept_for, known_for
-from .failure import TIMEOUT_ENV, Meeting, class_of_difference, failure_of, give_up, gone
+from .failure import TIMEOUT_ENV, Meeting, class_of_difference, failure_of, give_up, gone, limit_of
 
-# ---- The part of the key-value store that belongs to one initialization of a process group.
+# ---- The keys in the key-value store that belong to one initialization of a process group.
 #
 # A store can outlive the processes that use it: ``torchrun --max-restarts`` starts new ones on the store of the dead
 # ones, and a program may destroy its process group and make another. Whatever was written before that looks like an
@@ -111,7 +111,7 @@ def agree_on_name(
 
 
 def _challenge(store: dist.Store, token: str, size: int, timeout: timedelta, absence: Absence) -> None:
-    """The first rank's part."""
+    """What the first rank does."""
     store.set("now", token)
     answers = [f"answer/{token}/{rank}" for rank in range(1, size)]
     if not answers:
@@ -123,7 +123,7 @@ def _challenge(store: dist.Store, token: str, size: int, timeout: timedelta, abs
 
 
 def _answer(store: dist.Store, token: str, rank: int, timeout: timedelta, absence: Absence) -> str:
-    """The other ranks' part. Return the challenge that holds."""
+    """What the other ranks do. Return the challenge that holds."""
     deadline = time.monotonic() + timeout.total_seconds()
     pause, granted, answered = _FIRST_CHALLENGE_LOOK, f"granted/{token}", ""
     if not wait_for(store, ["now"], timeout):
@@ -330,33 +330,19 @@ class _Waits:
                     raise _RankGone(error)
 
 
-class _Round(NamedTuple):
+class _Round:
     """The keys of one round. ``store``: that of its purpose."""
 
-    store: dist.Store
-    number: int
-
-    @property
-    def opened(self) -> str:
-        return f"open/{self.number}"
-
-    @property
-    def verdict(self) -> str:
-        return f"verdict/{self.number}"
-
-    @property
-    def details(self) -> str:
-        return f"details/{self.number}"
-
-    @property
-    def told(self) -> str:
-        return f"told/{self.number}"
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self.store, self.number = store, number
+        self._keys = [f"{key}/{number}" for key in ("open", "verdict", "details", "told")]
+        self.opened, self.verdict, self.details, self.told = self._keys
 
     def payload(self, rank: int) -> str:
         return f"payload/{self.number}/{rank}"
 
     def delete(self) -> None:
-        for key in (self.opened, self.verdict, self.details, self.told):
+        for key in self._keys:
             self.store.delete_key(key)
 
 
@@ -509,9 +495,8 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _timeout(group: dist.ProcessGroup, default: timedelta | None) -> timedelta:
-    seconds = os.environ.get(TIMEOUT_ENV)
-    if seconds:
-        return timedelta(seconds=float(seconds))
+    if os.environ.get(TIMEOUT_ENV):
+        return limit_of(group)
     if failure_of(group):
         return _BROKEN_TIMEOUT
     return min(default, group_timeout(group)) if default else group_timeout(group)

@@ -180,7 +180,7 @@ class Replicas(Protocol):
         ``RuntimeError`` in ``wait()`` ends this group: its other ranks raise ``RankLostError``.
 
         Args:
-            tensor: this rank's part of a gradient, averaged over its group: 1-D, contiguous, in the reduce dtype, on
+            tensor: this rank's shard of a gradient, averaged over its group: 1-D, contiguous, in the reduce dtype, on
                 the device that computes.
         """
 
@@ -251,7 +251,7 @@ class Transport:
         return change(self)
 
     def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """What every rank sees of ``part``, this rank's part, when it was gathered as ``dtype``; ``None``: unknown."""
+        """What ranks see of ``part``, this rank's elements, when it was gathered as ``dtype``; ``None``: unknown."""
         return part.to(dtype)
 
     @property
@@ -274,8 +274,8 @@ class Transport:
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's part of it. If this
-        transport ``rounds``, it may have another dtype."""
+        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's chunk of it. If
+        this transport ``rounds``, it may have another dtype."""
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
         return self.group._allgather_base(whole, shard, _ALL_GATHER)
@@ -287,8 +287,8 @@ class Transport:
         return partial(self.group._allgather_base, as_transferable(whole), as_transferable(shard), _ALL_GATHER)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        """Fill ``shard`` with this rank's part of the sum, or average, of ``whole`` over the ranks. ``shard`` may be
-        this rank's part of ``whole``, and ``whole`` may be overwritten."""
+        """Fill ``shard`` with this rank's chunk of the sum, or average, of ``whole`` over the ranks. ``shard`` may be
+        this rank's chunk of ``whole``, and ``whole`` may be overwritten."""
         options = _AVERAGE if is_average else _SUM
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
@@ -308,8 +308,8 @@ class Transport:
         num_moved: int,
         label: Label,
     ) -> Work:
-        """Send each rank its part of ``sent``, and fill ``received`` with the parts for this rank, in the order of
-        ranks. ``num_moved``: the elements of all parts of all ranks, the same on every rank."""
+        """Send each rank its chunk of ``sent``, and fill ``received`` with the chunks for this rank, in the order of
+        ranks. ``num_moved``: the elements of all chunks of all ranks, the same on every rank."""
         into, out = as_transferable(received), as_transferable(sent)
         work = dist.all_to_all_single(into, out, [*received_sizes], [*sent_sizes], self.group, async_op=True)
         assert work is not None, "this rank is in the group"
@@ -318,12 +318,12 @@ class Transport:
     def gather(
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
     ) -> None:
-        """Fill ``whole`` with the parts of all ranks, and wait for it.
+        """Fill ``whole`` with the elements of all ranks, and wait for it.
 
         Args:
             whole: ``None`` on a rank that does not want it.
             part: this rank's elements.
-            ranges: the position of each rank's part in ``whole``; parts may have unequal lengths.
+            ranges: the position of each rank's elements in ``whole``; ranks may have unequally many.
             is_everywhere: all ranks want it, rather than only the first.
         """
         lengths = {stop - start for start, stop in ranges}

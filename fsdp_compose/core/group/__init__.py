@@ -92,7 +92,6 @@ from .registry import modules_to_run as modules_to_run
 from .registry import own_state as own_state
 from .registry import partition as partition
 from .registry import prepare_swap as prepare_swap
-from .registry import register_state as register_state
 from .registry import roots_together as roots_together
 from .registry import state_of_hooked as state_of_hooked
 from .registry import states_for as states_for

@@ -38,11 +38,10 @@ class GroupUse(Protocol):
         has_check: whether ``check`` does anything.
     """
 
-    @property
-    def outer(self) -> HookedUse | None: ...
+    has_check: bool
 
     @property
-    def has_check(self) -> bool: ...
+    def outer(self) -> HookedUse | None: ...
 
     def abandon(self) -> None:
         """Called instead of ``hook_outputs`` if forward ended in an exception."""

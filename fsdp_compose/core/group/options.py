@@ -24,29 +24,14 @@ Modules = tuple["weakref.ref[nn.Module]", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OptionsForGood:
-    """The options that ``fully_shard`` sets once, for as long as the group lives.
+class GroupOptions:
+    """The options of one group. ``fully_shard`` sets those up to ``limit_unsharded_bytes`` once, for good.
 
     Attributes:
         mp_policy, granularity, offload: see ``fully_shard``.
         bucket_bytes: bucket size of a replicated group, see ``replicate``; ``None``: the group is sharded.
         is_optional: each rank may run the group or skip it.
         limit_unsharded_bytes: of a root: bytes that its groups may hold for communication; a string: in groups.
-    """
-
-    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    granularity: Granularity | None = None
-    offload: CPUOffloadPolicy | None = None
-    bucket_bytes: int | None = None
-    is_optional: bool = False
-    limit_unsharded_bytes: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOptions(OptionsForGood):
-    """The options of one group.
-
-    Attributes:
         reshard_after_forward: see ``fully_shard``. ``None``: yes, unless the group is a root. A number: the parameters
             stay sharded over this many ranks.
         reshard_after_backward: see ``set_reshard_after_backward``. A number: post-forward shards stay until a step.
@@ -63,6 +48,12 @@ class GroupOptions(OptionsForGood):
             next in the last iteration.
     """
 
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    granularity: Granularity | None = None
+    offload: CPUOffloadPolicy | None = None
+    bucket_bytes: int | None = None
+    is_optional: bool = False
+    limit_unsharded_bytes: int | str | None = None
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool | int = True
     requires_gradient_sync: bool = True

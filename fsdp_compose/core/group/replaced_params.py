@@ -13,7 +13,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -93,16 +93,10 @@ def _before_step(optimizer: Optimizer) -> None:
     for param_group in optimizer.param_groups:
         with PlainAttributes():
             has_plain = torch.Tensor in [*map(type, map(_grad, param_group["params"]))]
-        if has_plain:
-            _shard_plain_gradients(param_group["params"])
-
-
-def _shard_plain_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Shard plain gradients that the user assigned to sharded parameters; they are assumed equal on all ranks."""
-    for param in params:
-        grad = param.grad
-        if isinstance(param, RaggedDTensor) and type(grad) is torch.Tensor:
-            param.grad = distribute_ragged(grad, param.device_mesh, param.placements, src_data_rank=None)
+        # Those that the user has assigned to sharded parameters are taken to be equal on all ranks.
+        for param in param_group["params"] if has_plain else ():
+            if isinstance(param, RaggedDTensor) and type(param.grad) is torch.Tensor:
+                param.grad = distribute_ragged(param.grad, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def rebind_live_optimizers() -> None:
@@ -142,14 +136,17 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
         if isinstance(value, torch.Tensor) and value.dim() == 0 and param.dim() > 0
     } | {"step"}
     sharded_params: dict[torch.Tensor, nn.Parameter] = {}
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[torch.Tensor, dict[str, Any]] = {}
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             sharded = param.__dict__.get(ParamAttribute.SHARDED)
             if sharded is not None:
                 sharded_params[param] = sharded
                 if param in optimizer.state:
-                    states[sharded] = _sharded_state(optimizer, param, sharded, counters)
+                    states[sharded] = {
+                        key: value if key in counters else _sharded(optimizer, param, sharded, key, value)
+                        for key, value in optimizer.state[param].items()
+                    }
     for param_group in optimizer.param_groups:
         # In place, because some optimizers keep a reference to the list.
         param_group["params"][:] = [sharded_params.get(param, param) for param in param_group["params"]]
@@ -157,16 +154,6 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
         optimizer.state.pop(param, None)
         if sharded in states:
             optimizer.state[sharded] = states[sharded]
-
-
-def _sharded_state(
-    optimizer: Optimizer, param: torch.Tensor, sharded: nn.Parameter, counters: set[str]
-) -> dict[str, Any]:
-    assert isinstance(sharded, RaggedDTensor)
-    return {
-        key: value if key in counters else _sharded(optimizer, param, sharded, key, value)
-        for key, value in optimizer.state[param].items()
-    }
 
 
 def _sharded(optimizer: Optimizer, param: torch.Tensor, sharded: RaggedDTensor, key: str, value: Any) -> Any:

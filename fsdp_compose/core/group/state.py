@@ -307,7 +307,6 @@ class _FSDPState(ComposableState):
         return [module for ref in self.modules if (module := ref()) is not None]
 
     def set_flat_params(self, handles: list[FlatParamHandle]) -> None:
-        """Make ``handles`` the group's flat parameters."""
         self._handles = handles
         for handle in handles:
             handle.owner = weakref.ref(self)
@@ -406,11 +405,8 @@ class Scheduler(Protocol):
         is_capturable: graphs may contain the groups, whose gathers the compiler then places.
     """
 
-    @property
-    def skips(self) -> bool: ...
-
-    @property
-    def is_capturable(self) -> bool: ...
+    skips: bool
+    is_capturable: bool
 
     def reset(self) -> None:
         """Forget the iteration that was going on."""
@@ -567,7 +563,6 @@ class Root:
         return self.backward
 
     def end_backward(self) -> Backward:
-        """End the running backward, and return it."""
         assert self.backward is not None
         backward, self.backward = self.backward, None
         self.recomputed.clear()
@@ -578,9 +573,8 @@ class Root:
         """Note that ``backward`` has ended in an exception and its remains must be discarded."""
         if self.backward is backward:
             self.backward = None
-        if self.failed_backward is not None:
-            if self.failed_backward.has_added:
-                backward.has_added = True
+        if self.failed_backward is not None and self.failed_backward.has_added:
+            backward.has_added = True
         self.failed_backward = backward
 
     def has_one_group(self) -> bool:

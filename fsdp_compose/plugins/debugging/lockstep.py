@@ -28,7 +28,8 @@ from ...core.comm import RECOVERY_TIMEOUT, DataParallelMesh, Transport, is_on, l
 from ...core.flat import Communicator, Contribution, FlatParamHandle, Reduction
 from ...core.group import Entry, Root, state_of
 from ...core.group.collective_order import MOMENTS
-from ...core.group.optimizer_steps import STEPS_DIFFER, num_steps, restart_counts
+from ...core.group.iteration import StepCounts
+from ...core.group.optimizer_steps import STEPS_DIFFER, num_steps
 from ...core.group.start_values import name_ranks
 from ...errors import RanksDifferError
 
@@ -103,7 +104,7 @@ class LockstepCommunicator(Communicator):
             _agree((handle.mesh if root is None else root.mesh).peers, f"{text}{label}", root, sums)
         except RuntimeError:
             if root is not None:
-                root.order.take_back()
+                root.order.entries.pop()  # it is not issued
             raise
 
     def announce_exchange(self, root: object, moment: object) -> None:
@@ -177,7 +178,7 @@ def _compare(
     payload = json.dumps([what, steps, sums])
     verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout)
     if verdict.startswith(STEPS_DIFFER) and root is not None:
-        restart_counts(root)  # on all ranks, so that each difference is reported once
+        root.steps = StepCounts()  # on all ranks, so that each difference is reported once
     return verdict
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..._torch import group_timeout, is_destroyed
-from ...core.comm import known_namespace
+from ...core.comm import all_kept, known_namespace
 from ...core.group import CollectiveLog
 from ...errors import MisuseError, as_ranges
 
@@ -73,7 +73,7 @@ class _Watcher(threading.Thread):
     def _look_around(self) -> None:
         known: list[tuple[dist.ProcessGroup, CollectiveLog]] = []
         with contextlib.suppress(RuntimeError):  # another thread may be adding one
-            known = CollectiveLog.known()
+            known = all_kept(CollectiveLog)
         for group, order in known:
             if not is_destroyed(group):
                 with contextlib.suppress(RuntimeError, ValueError):  # it may be changed or destroyed meanwhile
