@@ -54,21 +54,15 @@ class _Item:
 
 
 class Ledger:
-    """Tracks the storages of a run.
-
-    Attributes:
-        has_recomputed: backward recomputed a forward, that is, it made tensors with grad mode on.
-        phase: the current phase.
-        events: what this step does, in order, see ``step_events``.
-    """
+    """Tracks the storages of a run."""
 
     def __init__(self) -> None:
         self.phase = ""
-        self.events: list[StepEvent] = []
+        self.events: list[StepEvent] = []  # what this step does, in order
         self._items: dict[int, _Item] = {}
         self._phases: list[tuple[str, list[tuple[_Item, int]]]] = [("", [])]  # with what changed, by how many bytes
         self._kind = OTHER
-        self.has_recomputed = False
+        self.has_recomputed = False  # whether backward recomputed a forward, that is, made tensors with grad mode on
 
     def begin(self, name: str, kind: str) -> None:
         """Begin the phase ``name``. New storages are of ``kind`` until ``label`` says otherwise."""
@@ -243,10 +237,6 @@ class DryRun(DispatchMode):
         ledger: tracks storages.
         note: called every now and then with the number of operations so far.
         take: called with each collective of the model itself and its process group; returns its work.
-
-    Attributes:
-        computed: operations that had to be computed because torch cannot infer their output shapes.
-        num_products: matrix products, convolutions and attentions so far.
     """
 
     def __init__(self, ledger: Ledger, note: Callable[[int], None], take: Take) -> None:
@@ -257,8 +247,8 @@ class DryRun(DispatchMode):
         # By operation and arguments, since layers repeat the same ones: results, as meta tensors; and what is noted.
         self._shapes: dict[Hashable, Any] = {}
         self._events: dict[Hashable, Operation | None] = {}
-        self.computed: set[str] = set()
-        self.num_products = 0
+        self.computed: set[str] = set()  # those of which torch cannot infer the shapes of results
+        self.num_products = 0  # matrix products, convolutions and attentions so far
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -71,11 +71,6 @@ def _plan(module: nn.Module, key: str) -> tuple[Any, ...]:
     return (*graph_plan_of(key, _place(module)),)
 
 
-@mark_constant
-def _note(module: nn.Module, key: str) -> None:
-    note_capture(state_of_hooked(module), key, _place(module))
-
-
 def _place(module: nn.Module) -> int:
     """The index of a module in its group."""
     return [id(item) for item in state_of_hooked(module).live_modules()].index(id(module))
@@ -100,7 +95,7 @@ def _note_gradient(reference: weakref.ref[_FSDPState], place: torch.Tensor) -> N
 def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """What a graph does before a forward of ``module``."""
     group = module.__dict__[CAPTURED]
-    _note(module, group.key)
+    _note_capture(module, group.key)
     numbers, reshards, input_dtype, _, slots, others, _ = _plan(module, group.key)
     views = group.held
     if views is None:
@@ -195,9 +190,10 @@ class _Present:
     capture = _Capture()
 
 
-def note_capture(state: _FSDPState, key: str, index: int) -> None:
-    """Called while Dynamo traces a forward of the module with this index in its group."""
-    attempt = tracing_attempt()
+@mark_constant
+def _note_capture(module: nn.Module, key: str) -> None:
+    """Called while Dynamo traces a forward of ``module``."""
+    state, attempt = state_of_hooked(module), tracing_attempt()
     if _Present.capture.attempt is not attempt:  # Dynamo starts a new attempt after each graph break
         _Present.capture = _Capture(attempt)
         call_after_compilation(_compare)
@@ -208,7 +204,7 @@ def note_capture(state: _FSDPState, key: str, index: int) -> None:
             versions = VersionsBefore(())
             root.forward.record.captured = versions
         versions.add(state)
-    _Present.capture.groups.append((state, key, index, torch.is_grad_enabled()))
+    _Present.capture.groups.append((state, key, _place(module), torch.is_grad_enabled()))
 
 
 def _compare() -> None:
