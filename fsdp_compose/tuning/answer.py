@@ -363,14 +363,11 @@ def _draw_settings(axes: Any, tuning: Tuning, best: Result) -> None:
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-_MOST_SPANS = 4_000  # drawn by lane: more would hide each other
-
-
 def _draw_schedule(axes: Any, times: Schedule) -> None:
     lanes = [*Counter(span.lane for span in times.spans)]
     for place, lane in enumerate(lanes):
         spans = [(span.start, span.end - span.start) for span in times.spans if span.lane == lane]
-        spans = _joined(spans, times.seconds / _MOST_SPANS)
+        spans = _joined(spans, times.seconds / 4_000)  # more would hide each other
         axes.broken_barh(spans, (place - 0.4, 0.8), color="#54a24b" if lane == COMPUTE else "#72b7b2")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_xlim(0, times.seconds)

@@ -238,9 +238,6 @@ class Messages(Transport):
 # whose connection is closed.
 
 
-_NO_RANK = -1
-
-
 class Waitable(Protocol):
     """One message in flight."""
 
@@ -263,7 +260,7 @@ class Pending:
 
     def fail(self, error: RuntimeError) -> None:
         """Mark all of them as failed, and tell the waiter why."""
-        self._rest = iter([(_Failed(error.with_traceback(None)), _NO_RANK)])
+        self._rest = iter([(_Failed(error.with_traceback(None)), -1)])  # of no rank
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for all of them, each up to ``limit`` (default: ``limit_of`` the process group). After an interruption

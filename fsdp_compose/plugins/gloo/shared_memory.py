@@ -151,9 +151,6 @@ _PAGE = mmap.PAGESIZE
 _PAGE_TAG = 0  # tag of the first notes; tags of collectives are larger
 _ROOM_PERIOD = 1e-3  # seconds between checks whether there is room for a note
 
-Sent = tuple[int, torch.Tensor]
-"""A rank, and what to send to it."""
-
 
 class _Mapped:
     """One piece of shared memory, this rank's or another's.
@@ -247,7 +244,9 @@ class SharedMemory:
 
     # ---- Collectives
 
-    def put(self, number: int, tag: int, sent: Sequence[Sent], limit: timedelta, failure: Failure) -> None:
+    def put(
+        self, number: int, tag: int, sent: Sequence[tuple[int, torch.Tensor]], limit: timedelta, failure: Failure
+    ) -> None:
         """Let each rank read what is sent to it in collective ``number``, from now on. ``tag``: the tag of the notes.
         Raises RuntimeError if one of the processes has ended."""
         places: dict[tuple[int, int], int] = {}

@@ -37,8 +37,6 @@ from ...errors import MisuseRuntimeError
 from .captured_group import CAPTURED, CapturedGroup, GraphPlan, VersionsBefore, graph_plan_of, hold, is_capturable
 from .captured_shards import GraphInputs, gather_captured, refuse_written, summary_of
 
-_Views = list[tuple[torch.Tensor, ...]]
-
 
 @mark_constant
 def can_capture(module: nn.Module) -> bool:
@@ -148,7 +146,7 @@ def _place_views(views: tuple[torch.Tensor, ...], placed: Any) -> tuple[torch.Te
     return tuple(found)
 
 
-def _show(module: nn.Module, slots: Any, views: _Views) -> None:
+def _show(module: nn.Module, slots: Any, views: list[tuple[torch.Tensor, ...]]) -> None:
     for path, entries in slots:
         target = _below(module, path)
         shown = dict(target.__dict__["_parameters"])

@@ -25,7 +25,6 @@ from ...core.runtime.agreement import raise_different_order
 from ...core.runtime.group_ops import reduce
 
 _HEAD = struct.Struct("<IIB3x")
-_NUM_MARKS = 4  # per group
 _MOST = (1 << 32) - 1
 _SEVERAL_FAILED = -1  # instead of the number of a rank
 
@@ -57,7 +56,7 @@ class SkipProtocol:
 
     def __init__(self, num_groups: int, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._view = memoryview(bytearray(_HEAD.size + _NUM_MARKS * num_groups))
+        self._view = memoryview(bytearray(_HEAD.size + len(Marks._fields) * num_groups))
         carrier.make_room(len(self._view))
         starts = range(_HEAD.size, len(self._view), num_groups)
         self.marks = Marks(*(self._view[start : start + num_groups] for start in starts))
