@@ -149,7 +149,7 @@ class Tuning:
             ImportError: matplotlib is not installed.
             ValueError: the name has another suffix, or there is no such folder; or nothing fits.
         """
-        best = self.best
+        path, best = Path(path), self.best
         if best is None:
             raise MisuseError(f"{path}: nothing fits, so there is nothing to draw")
 
@@ -159,7 +159,7 @@ class Tuning:
             options = {"is_compiled": self.is_compiled, "keeps_spans": True}
             _draw_schedule(lower, predict(best.setting, best.events, self.hardware, factor=self.factor, **options))
 
-        save_figure(Path(path), (11.0, 7.0), draw)
+        save_figure(path, (11.0, 7.0), draw)
 
 
 def predict(
