@@ -101,30 +101,8 @@ class Connection:
         self._socket.close()
 
 
-class Listener:
-    """Where the other ranks find this process, until all of them have connected."""
-
-    __slots__ = ("_listener", "number")
-
-    def __init__(self) -> None:
-        self.number = secrets.randbits(62)  # whoever has it is on this machine and was told
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(_address(self.number))
-        self._listener.listen(128)
-
-    def accept(self, limit: timedelta) -> tuple[int, Connection]:
-        """Return the next rank that calls ``connect``, and the connection. Raises OSError."""
-        self._listener.settimeout(limit.total_seconds())
-        connected, _ = self._listener.accept()
-        connected.settimeout(limit.total_seconds())
-        return int.from_bytes(connected.recv(8), "little"), Connection(connected)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 def connect(number: int, rank: int) -> Connection:
-    """Connect, as ``rank``, to the listener with this number. Raises OSError if it is not on this machine."""
+    """Connect, as ``rank``, to the rank with this number. Raises OSError if it is not on this machine."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.connect(_address(number))
@@ -196,7 +174,11 @@ class SharedMemory:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._others = rank, [other for other in range(size) if other != rank]
-        self._door: Listener | None = Listener()
+        # By this number the other ranks find this one: whoever has it is on this machine and was told.
+        self.introduction = secrets.randbits(62)
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # until all of them have connected
+        self._door.bind(_address(self.introduction))
+        self._door.listen(128)
         self._channels: dict[int, Connection] = {}
         self._page = _Mapped.new(_PAGE)  # publishes the number up to which all collectives are ended
         self._own: dict[int, _Mapped] = {}
@@ -207,12 +189,6 @@ class SharedMemory:
         self._fence = threading.Lock()
 
     # ---- Setup, in this order
-
-    @property
-    def introduction(self) -> int:
-        """The number by which the other ranks find this one."""
-        assert self._door is not None
-        return self._door.number
 
     def connect_to(self, introductions: Iterable[tuple[int, int]]) -> bool:
         """Connect to all lower ranks, by the numbers they gave. Returns whether all ranks are on this host."""
@@ -226,15 +202,16 @@ class SharedMemory:
 
     def begin(self, limit: timedelta, failure: Failure) -> None:
         """Accept the connections of all higher ranks, and exchange pages. Raises RuntimeError if one has ended."""
-        assert self._door is not None
         try:
+            self._door.settimeout(limit.total_seconds())
             while len(self._channels) < len(self._others):
-                rank, channel = self._door.accept(limit)
-                self._channels[rank] = channel
+                connected, _ = self._door.accept()
+                connected.settimeout(limit.total_seconds())
+                rank = int.from_bytes(connected.recv(8), "little")
+                self._channels[rank] = Connection(connected)
         except OSError as error:
             raise PartnerGone(f"the process of another rank has ended: {error}") from error
         self._door.close()
-        self._door = None
         for channel in self._channels.values():
             channel.try_to_send(_PAGE_TAG, (0, 0, 0), self._page.file)
         for channel in self._channels.values():

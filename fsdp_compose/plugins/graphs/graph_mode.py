@@ -14,7 +14,6 @@ import functools
 import hashlib
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -174,26 +173,18 @@ def _below(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
 # shapes are not compared, because ranks may compile those at different times.
 
 
-@dataclass(slots=True, eq=False)
-class _Capture:
-    """The groups that Dynamo has traced in one attempt to trace a frame."""
-
-    attempt: object = None  # identifies the attempt; ``None`` if there was none
-    # The traced forwards, in order: the group, the key of its plans, the module's index in the group, and whether
-    # gradients are needed.
-    groups: list[tuple[_FSDPState, str, int, bool]] = field(default_factory=list)
-
-
-class _Present:
-    capture = _Capture()
+# A traced forward: the group, the key of its plans, the module's index in the group, and whether gradients are needed.
+_Traced = tuple[_FSDPState, str, int, bool]
+_capture: tuple[object, list[_Traced]] = (None, [])  # Dynamo's latest attempt to trace a frame, if any; what is in it
 
 
 @mark_constant
 def _note_capture(module: nn.Module, key: str) -> None:
     """Called while Dynamo traces a forward of ``module``."""
+    global _capture
     state, attempt = state_of_hooked(module), tracing_attempt()
-    if _Present.capture.attempt is not attempt:  # Dynamo starts a new attempt after each graph break
-        _Present.capture = _Capture(attempt)
+    if _capture[0] is not attempt:  # Dynamo starts a new attempt after each graph break
+        _capture = attempt, []
         call_after_compilation(_compare)
     root = state.root
     if root is not None:
@@ -202,20 +193,21 @@ def _note_capture(module: nn.Module, key: str) -> None:
             versions = VersionsBefore(())
             root.forward.record.captured = versions
         versions.add(state)
-    _Present.capture.groups.append((state, key, _place(module), torch.is_grad_enabled()))
+    _capture[1].append((state, key, _place(module), torch.is_grad_enabled()))
 
 
 def _compare() -> None:
     """Raise, on every rank, if ranks have captured different collectives. Also raise if only some modules of a group
     were traced."""
-    capture, _Present.capture = _Present.capture, _Capture()
-    if not capture.groups:
+    global _capture
+    (_, traced), _capture = _capture, (None, [])
+    if not traced:
         return
-    _check_complete(capture)
-    root = capture.groups[0][0].root
+    _check_complete(traced)
+    root = traced[0][0].root
     if root is None or not root.mesh.has_peers or root.mesh.is_simulated:
         return
-    lines = [_line(state, graph_plan_of(key, index), has_grad) for state, key, index, has_grad in capture.groups]
+    lines = [_line(state, graph_plan_of(key, index), has_grad) for state, key, index, has_grad in traced]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if digest in root.compared_graphs:
         return
@@ -234,9 +226,9 @@ def _compare() -> None:
     root.compared_graphs.add(digest)
 
 
-def _check_complete(capture: _Capture) -> None:
+def _check_complete(traced: list[_Traced]) -> None:
     counts: dict[_FSDPState, Counter[int]] = {}
-    for state, _, index, _ in capture.groups:
+    for state, _, index, _ in traced:
         counts.setdefault(state, Counter())[index] += 1
     for state, found in counts.items():
         modules = state.live_modules()
