@@ -16,11 +16,7 @@ import torch
 
 def on_demand(package: str, files: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of ``package``, which imports a name, or a file, when it is first asked for.
-
-    Args:
-        package: its ``__name__``.
-        files: files of the package, each with the names that come from it, divided by spaces.
-    """
+    ``files``: files of the package, each with the names that come from it, divided by spaces."""
     homes = {name: file for file, names in files.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:

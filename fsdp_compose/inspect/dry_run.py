@@ -228,13 +228,9 @@ Take = Callable[[CollectiveFacts, dist.ProcessGroup], Work]
 
 
 class DryRun(DispatchMode):
-    """A dispatch mode that skips the kernels of operations on CPU tensors.
-
-    Args:
-        ledger: tracks storages.
-        note: called every now and then with the number of operations so far.
-        take: called with each collective of the model itself and its process group; returns its work.
-    """
+    """A dispatch mode that skips the kernels of operations on CPU tensors. ``note`` is called every now and then with
+    the number of operations so far; ``take`` with each collective of the model itself and its process group, for its
+    work."""
 
     def __init__(self, ledger: Ledger, note: Callable[[int], None], take: Take) -> None:
         super().__init__()

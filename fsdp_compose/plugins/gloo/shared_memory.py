@@ -131,13 +131,7 @@ _ROOM_PERIOD = 1e-3  # seconds between checks whether there is room for a note
 
 
 class _Mapped:
-    """One piece of shared memory, this rank's or another's.
-
-    Attributes:
-        bytes: all of it; ``words``: its beginning, as integers.
-        file: its descriptor until all other ranks have it, then -1.
-        number: the number of the collective that used it last.
-    """
+    """One piece of shared memory, this rank's or another's."""
 
     __slots__ = ("__weakref__", "bytes", "file", "number", "words")
 
@@ -145,8 +139,9 @@ class _Mapped:
         memory = mmap.mmap(file, os.fstat(file).st_size)
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.words = memoryview(memory)[:_PAGE].cast("q")
-        self.file, self.number = file, 0
+        self.words = memoryview(memory)[:_PAGE].cast("q")  # its beginning, as integers
+        self.file = file  # its descriptor until all other ranks have it, then -1
+        self.number = 0  # of the collective that used it last
 
     @staticmethod
     def new(nbytes: int) -> _Mapped:

@@ -274,11 +274,8 @@ class SkippingOrder(FixedOrder):
     # ---- Explicit calls
 
     def unshard(self, root: Root, state: _FSDPState) -> None:
-        """Start the all-gathers of a group: by a request if it is optional, otherwise at a sync point.
-
-        Raises:
-            RuntimeError: the group is optional and no forward is running; or as ``SkipProtocol.sync_point`` does.
-        """
+        """Start the all-gathers of a group: by a request if it is optional, otherwise at a sync point. Raises
+        RuntimeError if the group is optional and no forward is running; or as ``SkipProtocol.sync_point`` does."""
         if self._is_optional(state):
             if not root.forward.depth and root.backward is None:
                 raise RuntimeError(
