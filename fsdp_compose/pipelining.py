@@ -82,15 +82,9 @@ def whole_backward(
     input_values: Sequence[Any],
     weights: Iterator[nn.Parameter] | None = None,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
-    """Run the backward of a stage's inputs and weights, instead of that of its inputs alone.
-
-    Args:
-        stage_output: the stage's outputs; for the last stage the loss, without ``output_grads``.
-        weights: not used.
-
-    Returns:
-        The gradients of the inputs, and an empty list: no work is left for the weights.
-    """
+    """Run the backward of a stage's inputs and weights, instead of that of its inputs alone. For the last stage,
+    ``stage_output`` is the loss, without ``output_grads``. Returns the gradients of the inputs, and an empty list: no
+    work is left for the weights."""
     output: Any = stage_output
     if output_grads is None:
         (output,) = stage_output

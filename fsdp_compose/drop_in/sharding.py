@@ -382,11 +382,8 @@ def _with_other_homes(
     modules: Iterable[nn.Module], placements: dict[nn.Parameter, Any], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, _Home]]:
     """Return the outermost modules that have all their parameters in a home other than shards on ``mesh``. Mark the
-    parameters on other meshes that modules have beside others.
-
-    Raises:
-        ValueError: a module has parameters of its own that stay whole, and others; one of ``modules`` is to stay whole.
-    """
+    parameters on other meshes that modules have beside others. Raises ValueError if a module has parameters of its own
+    that stay whole, and others, or if one of ``modules`` is to stay whole."""
     usual = _Home(mesh)
     homes = {param: _home_of(wanted, mesh) for param, wanted in placements.items()}
     found: dict[nn.Module, _Home] = {}

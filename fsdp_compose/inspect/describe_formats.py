@@ -157,8 +157,6 @@ class ModelFacts:
 _MOST_RANGES = 4  # of a parameter, in words
 
 COLUMNS = ("parameter", "shape", "dtype", "elements", "offset", "held by")
-_RIGHT = ("elements", "offset")
-_COMPUTED = "matrices computed by"  # a column where an optimizer of whole matrices trains parameters
 
 
 EqualGroups = Sequence[GroupFacts]
@@ -281,12 +279,13 @@ def report_of(facts: ModelFacts, all_groups: bool) -> Report:
         for flat in group.flat_parameters:
             rows, columns = [row_of(param, facts.rank) for param in flat.parameters], [*COLUMNS]
             if any(param.computed for param in flat.parameters):
-                columns.append(_COMPUTED)
+                columns.append("matrices computed by")
                 texts = [computed_by(param.computed) for param in flat.parameters]
                 rows = [(*row, text) for row, text in zip(rows, texts, strict=True)]
             frozen = [number for number, param in enumerate(flat.parameters) if not param.requires_grad]
             drawn = partial(picture, flat, group)
-            sections.append(Section(flat_title(flat), columns, rows, _RIGHT, frozen, is_part=True, picture=drawn))
+            right = ("elements", "offset")
+            sections.append(Section(flat_title(flat), columns, rows, right, frozen, is_part=True, picture=drawn))
     others = [f"{other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}" for other in facts.others]
     if others:
         where = "in no group, whole on every rank; see find_unreduced_parameters(model)"

@@ -174,8 +174,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 def explain_logs(paths: Sequence[Path]) -> str:
     """``explain_hang`` of log files, and of all files in folders (as ``torchrun --log-dir`` makes them)."""
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
-    lines: list[str] = []
-    for file in files:
-        if file.is_file():
-            lines += file.read_text(errors="replace").splitlines()
-    return explain_hang(positions_in(lines))
+    texts = [file.read_text(errors="replace") for file in files if file.is_file()]
+    return explain_hang(positions_in([line for text in texts for line in text.splitlines()]))

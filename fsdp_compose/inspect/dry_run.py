@@ -53,21 +53,15 @@ class _Item:
 
 
 class Ledger:
-    """Tracks the storages of a run.
-
-    Attributes:
-        has_recomputed: backward recomputed a forward, that is, it made tensors with grad mode on.
-        phase: the current phase.
-        events: what this step does, in order, see ``step_events``.
-    """
+    """Tracks the storages of a run."""
 
     def __init__(self) -> None:
         self.phase = ""
-        self.events: list[StepEvent] = []
+        self.events: list[StepEvent] = []  # what this step does, in order
         self._items: dict[int, _Item] = {}
         self._phases: list[tuple[str, list[tuple[_Item, int]]]] = [("", [])]  # with what changed, by how many bytes
         self._kind = OTHER
-        self.has_recomputed = False
+        self.has_recomputed = False  # whether backward recomputed a forward, that is, made tensors with grad mode on
 
     def begin(self, name: str, kind: str) -> None:
         """Begin the phase ``name``. New storages are of ``kind`` until ``label`` says otherwise."""
@@ -223,30 +217,19 @@ def _operation(func: Any) -> _Operation:
         has_out=has_out,
         is_in_place=bool(written) and None not in results and not has_out,
         is_composite=is_composite(func),
-        needs_elements=not _ELEMENT_TAGS.isdisjoint(func.tags),
+        needs_elements=torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
         is_product="scaled_dot_product" in name or "grouped_mm" in name or overload_packet(func) in flop_registry,
         placing=tuple(item.name for item in arguments if item.name in ("device", "pin_memory", "generator")),
     )
-
-
-_ELEMENT_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 Take = Callable[[CollectiveFacts, dist.ProcessGroup], Work]
 
 
 class DryRun(DispatchMode):
-    """A dispatch mode that skips the kernels of operations on CPU tensors.
-
-    Args:
-        ledger: tracks storages.
-        note: called every now and then with the number of operations so far.
-        take: called with each collective of the model itself and its process group; returns its work.
-
-    Attributes:
-        computed: operations that had to be computed because torch cannot infer their output shapes.
-        num_products: matrix products, convolutions and attentions so far.
-    """
+    """A dispatch mode that skips the kernels of operations on CPU tensors. ``note`` is called every now and then with
+    the number of operations so far; ``take`` with each collective of the model itself and its process group, for its
+    work."""
 
     def __init__(self, ledger: Ledger, note: Callable[[int], None], take: Take) -> None:
         super().__init__()
@@ -256,8 +239,8 @@ class DryRun(DispatchMode):
         # By operation and arguments, since layers repeat the same ones: results, as meta tensors; and what is noted.
         self._shapes: dict[Hashable, Any] = {}
         self._events: dict[Hashable, Operation | None] = {}
-        self.computed: set[str] = set()
-        self.num_products = 0
+        self.computed: set[str] = set()  # those of which torch cannot infer the shapes of results
+        self.num_products = 0  # matrix products, convolutions and attentions so far
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -331,7 +314,7 @@ class DryRun(DispatchMode):
         can_compute = all(map(self._ledger.has_values, tensors)) and _are_small(tensors)
         if operation.is_in_place:
             return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
-        if func._schema.name in _INDEXING:
+        if func._schema.name in ("aten::index", "aten::_unsafe_index"):
             args = (args[0], [index for item in args[1] for index in self._without_mask(func, item)], *args[2:])
             key = func, _key_of((args, kwargs)), key
         elif operation.needs_elements:
@@ -402,14 +385,12 @@ def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
     """Return the results as meta tensors. Raises NotImplementedError if torch cannot tell."""
     on_meta = {name: "meta" if name == "device" else None for name in operation.placing}
     args, kwargs = tree_map(_without_elements, (args, {**kwargs, **on_meta}))
-    if func._schema.name not in _HALF_ON_META:
+    if func._schema.name != "aten::_grouped_mm":
         return func(*args, **kwargs)
+    # The CPU has it in all dtypes, but meta only in bfloat16.
     (dtype,) = {item.dtype for item in _tensors(args) if item.is_floating_point()}
     args, kwargs = tree_map(partial(_without_elements, dtype=torch.bfloat16), (args, kwargs))
     return tree_map(partial(_without_elements, dtype=dtype), func(*args, **kwargs))
-
-
-_HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but on meta only in bfloat16
 
 
 def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, dist.ProcessGroup] | None:
@@ -508,9 +489,6 @@ def _without_elements(item: Any, dtype: torch.dtype | None = None) -> Any:
         return item
     dtype = dtype if dtype is not None and item.is_floating_point() else item.dtype
     return torch.empty_strided(item.shape, item.stride(), dtype=dtype, device="meta")
-
-
-_INDEXING = {"aten::index", "aten::_unsafe_index"}
 
 
 def _error_of(func: Any) -> str:

@@ -68,12 +68,8 @@ StepEvent: TypeAlias = Operation | Issue | Wait
 def operation_of(
     func: Any, args: Any, kwargs: Any, result: Any, flatten: Callable[[Any], list[torch.Tensor]], phase: str
 ) -> Operation | None:
-    """Describe an operation that has run, or would run; ``None``: it computes nothing.
-
-    Args:
-        flatten: returns the tensors in a nest of lists, tuples and dicts.
-        phase: see ``Operation``.
-    """
+    """Describe an operation that has run, or would run; ``None``: it computes nothing. ``flatten`` returns the tensors
+    in a nest of lists, tuples and dicts."""
     full_name = func._schema.name.partition("::")[2]
     name = full_name.removeprefix("_").removeprefix("foreach_")
     if name in _WITHOUT_KERNEL:

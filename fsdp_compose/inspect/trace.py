@@ -110,9 +110,6 @@ def recorded(states: Sequence[_FSDPState], notes_of: Callable[[_FSDPState], Coll
 # ---- Recording events: transports report collectives, and ``core/flat/events`` reports everything else.
 
 
-_RANGES = ("forward", "recomputation", "backward", "reshard")
-
-
 @dataclass
 class _Span:
     """A ``TraceEvent`` that may not have ended yet. ``start`` and ``stop`` are marks of the clock."""
@@ -190,15 +187,12 @@ class _SpanNotes:
         self._states = {id(state) for state in states}
 
     def begin(self, what: str, group: object, name: str) -> Callable[[], None]:
-        if what not in _RANGES or id(group) not in self._states:
+        if what not in ("forward", "recomputation", "backward", "reshard") or id(group) not in self._states:
             return lambda: None
         return partial(self._notebook.end, self._notebook.begin(what, name))
 
 
 # ---- ``trace()``
-
-
-_PICTURES = (".png", ".svg")
 
 
 class Trace:
@@ -248,7 +242,7 @@ class Trace:
             ImportError: a picture needs matplotlib, which is not installed.
         """
         path = Path(path)
-        if path.suffix not in (".json", *_PICTURES):
+        if path.suffix not in (".json", ".png", ".svg"):
             raise MisuseError(f"Trace.save({str(path)!r}): expected a name that ends in .json, .png or .svg")
         if path.suffix == ".json":
             path.write_text(json.dumps(as_chrome_trace(self.events, self.rank, self.began)))

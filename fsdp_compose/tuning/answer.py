@@ -149,7 +149,7 @@ class Tuning:
             ImportError: matplotlib is not installed.
             ValueError: the name has another suffix, or there is no such folder; or nothing fits.
         """
-        best = self.best
+        path, best = Path(path), self.best
         if best is None:
             raise MisuseError(f"{path}: nothing fits, so there is nothing to draw")
 
@@ -159,7 +159,7 @@ class Tuning:
             options = {"is_compiled": self.is_compiled, "keeps_spans": True}
             _draw_schedule(lower, predict(best.setting, best.events, self.hardware, factor=self.factor, **options))
 
-        save_figure(Path(path), (11.0, 7.0), draw)
+        save_figure(path, (11.0, 7.0), draw)
 
 
 def predict(
@@ -363,14 +363,11 @@ def _draw_settings(axes: Any, tuning: Tuning, best: Result) -> None:
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-_MOST_SPANS = 4_000  # drawn by lane: more would hide each other
-
-
 def _draw_schedule(axes: Any, times: Schedule) -> None:
     lanes = [*Counter(span.lane for span in times.spans)]
     for place, lane in enumerate(lanes):
         spans = [(span.start, span.end - span.start) for span in times.spans if span.lane == lane]
-        spans = _joined(spans, times.seconds / _MOST_SPANS)
+        spans = _joined(spans, times.seconds / 4_000)  # more would hide each other
         axes.broken_barh(spans, (place - 0.4, 0.8), color="#54a24b" if lane == COMPUTE else "#72b7b2")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_xlim(0, times.seconds)

@@ -122,9 +122,10 @@ def calibrate(
     network = fitted_network(samples, clock, is_cuda, processes, node_bandwidth)
     device = with_host(fitted_device(samples, clock, is_cuda), network, samples, clock, alone, sharded)
     machine = _name_of_machine(is_cuda)
-    capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
     if is_cuda:
         capacity = torch.cuda.get_device_properties(0).total_memory
+    else:
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
     device = replace(device, name=machine, capacity=capacity)
     calibrated = {
         "on": machine, "torch": torch.__version__, "processes": processes, "threads": threads, "rounds": rounds,

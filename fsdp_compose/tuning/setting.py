@@ -73,7 +73,6 @@ def apply_setting(
     names["shard"](*[model, mp_policy][: 1 + ("def shard(model, mp_policy)" in code)])
 
 
-_BY_MESH = ("zero3", "hybrid")  # what a mesh of one or two dimensions means by itself
 _LARGE = 4  # a child of a block is large if it has at least a quarter of the block's parameters
 
 
@@ -112,7 +111,7 @@ def code_of(
         imports.append("import torch")
         text = ", ".join(f"{name}={value}" for name, value in given.items())
         options.append(f"mp_policy=MixedPrecisionPolicy({text})")
-    if setting.strategy not in _BY_MESH:
+    if setting.strategy not in ("zero3", "hybrid"):  # what a mesh of one or two dimensions means by itself
         options.append(f'strategy="{setting.strategy}"')
     if setting.is_offloaded:
         ours.append("CPUOffloadPolicy")

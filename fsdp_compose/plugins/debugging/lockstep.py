@@ -36,8 +36,6 @@ from ...errors import RanksDifferError
 Sum = tuple[list[int], list[str]]
 """Some ranks, and the parameters whose gradients they sum."""
 
-_PURPOSE = "agreeing on the next collective"
-_RECOVERY = "discarding an interrupted iteration"
 _HINT = (
     "Every rank must run the same forwards, backwards and optimizer steps in the same order. If one rank may skip some "
     "(a NaN loss, an empty batch) or run more (a forward for its log), let all ranks decide together, by all-reducing "
@@ -119,7 +117,8 @@ class LockstepCommunicator(Communicator):
         assert isinstance(root, Root)
         mesh = root.mesh
         # Ranks that are elsewhere learn of the interruption here and raise. Meet again until they come to recover too.
-        while mesh.has_peers and _compare(mesh.peers, _RECOVERY, None, timeout=RECOVERY_TIMEOUT):
+        what = "discarding an interrupted iteration"
+        while mesh.has_peers and _compare(mesh.peers, what, None, timeout=RECOVERY_TIMEOUT):
             pass
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
@@ -176,7 +175,7 @@ def _compare(
     """Meet all ranks of ``group`` and compare what each is about to do. Returns the difference as text, or ``""``."""
     steps = None if root is None else num_steps(root)
     payload = json.dumps([what, steps, sums])
-    verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout)
+    verdict = meet(group, "agreeing on the next collective", payload, _judge, where=f" ({what})", timeout=timeout)
     if verdict.startswith(STEPS_DIFFER) and root is not None:
         root.steps = StepCounts()  # on all ranks, so that each difference is reported once
     return verdict

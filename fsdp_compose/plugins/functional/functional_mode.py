@@ -36,10 +36,6 @@ class GivenValues:
     def __init__(self, values: Mapping[int, torch.Tensor]) -> None:
         self._values = values
 
-    def are_full(self, handle: FlatParamHandle) -> bool:
-        """Whether a full tensor was given for every parameter of ``handle``, so that there is nothing to gather."""
-        return bool(self._values) and all(self._full(param) is not None for param in handle.unsharded.params)
-
     def shards(self, handle: FlatParamHandle) -> list[torch.Tensor | None]:
         """The tensors to gather: sharded parameters or their given replacements; ``None`` if a full one was given."""
         return [
@@ -158,11 +154,11 @@ class FunctionalUse:
 
     def __init__(self, root: Root, state: _FSDPState, given: GivenValues) -> None:
         self._state, self.outer = state, root.forward.innermost
-        handles = [handle for handle in state._handles if not given.are_full(handle)]
+        found = {handle: given.shards(handle) for handle in state._handles}
+        handles = [handle for handle, shards in found.items() if any(shard is not None for shard in shards)]
         gather = GroupGather(root, state, handles)
         params = [param for handle in handles for param in handle.unsharded.params]
-        shards = [shard for handle in handles for shard in given.shards(handle)]
-        whole = gather.apply(shards) if shards else ()
+        whole = gather.apply([shard for handle in handles for shard in found[handle]]) if handles else ()
         specs = [spec for handle in handles for spec in specs_of(handle.tensor_parallel, len(handle.fqns))]
         shown_as = [item if spec is None else placed(item, spec) for item, spec in zip(whole, specs, strict=True)]
         restored = [*map(whole_like_original, gather.sharded_params, shown_as)]

@@ -69,20 +69,7 @@ _get_ident = threading.get_ident
 
 class Journal:
     """The order of what one process group carries; or, for several process groups of one mesh, of what they do
-    together.
-
-    Attributes:
-        count: how many collectives and exchanges this rank has entered.
-        num_backwards: how many backwards have ended with an exchange.
-        under_way: by number, the messages of a collective that nobody has waited for yet.
-        dropped: the numbers of collectives that nobody will wait for.
-        waits_for: the number of the collective that this rank waits for; 0 if it does not wait.
-        patience: seconds of waiting after which this rank reports what it waits for.
-        difference: how the ranks differ, once that is known.
-        failure: see ``tell_failure``.
-        thread: the thread that has entered the last one; 0 before the first.
-        stays_at: what this rank waited for at the last look, and at how many looks before; ``None`` if it did not wait.
-    """
+    together."""
 
     __slots__ = (
         "_entries", "count", "difference", "dropped", "failure", "num_backwards", "patience", "stays_at",
@@ -90,12 +77,17 @@ class Journal:
     )  # fmt: skip
 
     def __init__(self, timeout: float) -> None:
-        self.count = self.num_backwards = self.waits_for = self.thread = 0
-        self.patience = min(STALL_SECONDS, timeout / 2)
+        self.count = 0  # how many collectives and exchanges this rank has entered
+        self.num_backwards = 0  # how many backwards have ended with an exchange
+        self.waits_for = 0  # the number of the collective that this rank waits for; 0 if it does not wait
+        self.thread = 0  # the thread that has entered the last one; 0 before the first
+        self.patience = min(STALL_SECONDS, timeout / 2)  # seconds, after which this rank reports what it waits for
         self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
-        self.under_way: dict[int, Work] = {}
-        self.dropped: set[int] = set()
-        self.difference = self.failure = ""
+        self.under_way: dict[int, Work] = {}  # by number, the messages that nobody has waited for yet
+        self.dropped: set[int] = set()  # the numbers of collectives that nobody will wait for
+        self.difference = ""  # how the ranks differ, once that is known
+        self.failure = ""  # see ``tell_failure``
+        # What this rank waited for at the last look, and at how many looks before; ``None`` if it did not wait.
         self.stays_at: tuple[tuple[str, int], int] | None = None
 
     def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
@@ -244,9 +236,8 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     except (RankLostError, RanksDifferError):
         raise
     except RuntimeError as error:
-        is_lost = isinstance(error, PartnerGone) or "gloo/transport" in str(
-            error
-        )  # gloo's source: others are of the call
+        # A file of gloo's source: other errors are of the call.
+        is_lost = isinstance(error, PartnerGone) or "gloo/transport" in str(error)
         if not (is_lost or meeting.difference):
             raise
         failure = loss(group, f"rank {group.rank()}: {what}", error, meeting.difference)

@@ -227,9 +227,6 @@ class Messages(Transport):
 # whose connection is closed.
 
 
-_NO_RANK = -1
-
-
 class Waitable(Protocol):
     """One message in flight."""
 
@@ -239,7 +236,7 @@ class Waitable(Protocol):
 class Pending:
     """The messages of one collective that are still to be waited for."""
 
-    __slots__ = ("_current", "_group", "_loss", "_rest", "_suspect", "messages")
+    __slots__ = ("_current", "_error", "_group", "_loss", "_rest", "_suspect", "messages")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
@@ -249,14 +246,17 @@ class Pending:
         self._current: tuple[Waitable, int] | None = None  # the one that is waited for
         self._suspect: tuple[Waitable, int] | None = None  # the one that was, when the connection was closed already
         self._loss = ""
+        self._error: RuntimeError | None = None  # by which all have failed
 
     def fail(self, error: RuntimeError) -> None:
         """Mark all of them as failed, and tell the waiter why."""
-        self._rest = iter([(_Failed(error.with_traceback(None)), _NO_RANK)])
+        self._error = error.with_traceback(None)
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for all of them, each up to ``limit`` (default: ``limit_of`` the process group). After an interruption
         (Ctrl-C), a second call waits for the rest. Raises RuntimeError if a message did not arrive."""
+        if self._error is not None:
+            raise self._error
         group = self._group()
         if limit is None and group is not None:
             limit = limit_of(group)  # as it is now: gloo's messages know that of when the group was made
@@ -283,18 +283,6 @@ class Pending:
             return
         self._loss = f"rank {current[1]} has closed its connections"
         stop_waiting_for(current[0])
-
-
-class _Failed:
-    """Messages that will not arrive."""
-
-    __slots__ = ("_error",)
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        raise self._error
 
 
 _waited_for: set[Pending] = set()

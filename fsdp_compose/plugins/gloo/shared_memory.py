@@ -101,30 +101,8 @@ class Connection:
         self._socket.close()
 
 
-class Listener:
-    """Where the other ranks find this process, until all of them have connected."""
-
-    __slots__ = ("_listener", "number")
-
-    def __init__(self) -> None:
-        self.number = secrets.randbits(62)  # whoever has it is on this machine and was told
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(_address(self.number))
-        self._listener.listen(128)
-
-    def accept(self, limit: timedelta) -> tuple[int, Connection]:
-        """Return the next rank that calls ``connect``, and the connection. Raises OSError."""
-        self._listener.settimeout(limit.total_seconds())
-        connected, _ = self._listener.accept()
-        connected.settimeout(limit.total_seconds())
-        return int.from_bytes(connected.recv(8), "little"), Connection(connected)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 def connect(number: int, rank: int) -> Connection:
-    """Connect, as ``rank``, to the listener with this number. Raises OSError if it is not on this machine."""
+    """Connect, as ``rank``, to the rank with this number. Raises OSError if it is not on this machine."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.connect(_address(number))
@@ -151,18 +129,9 @@ _PAGE = mmap.PAGESIZE
 _PAGE_TAG = 0  # tag of the first notes; tags of collectives are larger
 _ROOM_PERIOD = 1e-3  # seconds between checks whether there is room for a note
 
-Sent = tuple[int, torch.Tensor]
-"""A rank, and what to send to it."""
-
 
 class _Mapped:
-    """One piece of shared memory, this rank's or another's.
-
-    Attributes:
-        bytes: all of it; ``words``: its beginning, as integers.
-        file: its descriptor until all other ranks have it, then -1.
-        number: the number of the collective that used it last.
-    """
+    """One piece of shared memory, this rank's or another's."""
 
     __slots__ = ("__weakref__", "bytes", "file", "number", "words")
 
@@ -170,8 +139,9 @@ class _Mapped:
         memory = mmap.mmap(file, os.fstat(file).st_size)
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.words = memoryview(memory)[:_PAGE].cast("q")
-        self.file, self.number = file, 0
+        self.words = memoryview(memory)[:_PAGE].cast("q")  # its beginning, as integers
+        self.file = file  # its descriptor until all other ranks have it, then -1
+        self.number = 0  # of the collective that used it last
 
     @staticmethod
     def new(nbytes: int) -> _Mapped:
@@ -199,7 +169,11 @@ class SharedMemory:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._others = rank, [other for other in range(size) if other != rank]
-        self._door: Listener | None = Listener()
+        # By this number the other ranks find this one: whoever has it is on this machine and was told.
+        self.introduction = secrets.randbits(62)
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # until all of them have connected
+        self._door.bind(_address(self.introduction))
+        self._door.listen(128)
         self._channels: dict[int, Connection] = {}
         self._page = _Mapped.new(_PAGE)  # publishes the number up to which all collectives are ended
         self._own: dict[int, _Mapped] = {}
@@ -210,12 +184,6 @@ class SharedMemory:
         self._fence = threading.Lock()
 
     # ---- Setup, in this order
-
-    @property
-    def introduction(self) -> int:
-        """The number by which the other ranks find this one."""
-        assert self._door is not None
-        return self._door.number
 
     def connect_to(self, introductions: Iterable[tuple[int, int]]) -> bool:
         """Connect to all lower ranks, by the numbers they gave. Returns whether all ranks are on this host."""
@@ -229,15 +197,16 @@ class SharedMemory:
 
     def begin(self, limit: timedelta, failure: Failure) -> None:
         """Accept the connections of all higher ranks, and exchange pages. Raises RuntimeError if one has ended."""
-        assert self._door is not None
         try:
+            self._door.settimeout(limit.total_seconds())
             while len(self._channels) < len(self._others):
-                rank, channel = self._door.accept(limit)
-                self._channels[rank] = channel
+                connected, _ = self._door.accept()
+                connected.settimeout(limit.total_seconds())
+                rank = int.from_bytes(connected.recv(8), "little")
+                self._channels[rank] = Connection(connected)
         except OSError as error:
             raise PartnerGone(f"the process of another rank has ended: {error}") from error
         self._door.close()
-        self._door = None
         for channel in self._channels.values():
             channel.try_to_send(_PAGE_TAG, (0, 0, 0), self._page.file)
         for channel in self._channels.values():
@@ -247,7 +216,9 @@ class SharedMemory:
 
     # ---- Collectives
 
-    def put(self, number: int, tag: int, sent: Sequence[Sent], limit: timedelta, failure: Failure) -> None:
+    def put(
+        self, number: int, tag: int, sent: Sequence[tuple[int, torch.Tensor]], limit: timedelta, failure: Failure
+    ) -> None:
         """Let each rank read what is sent to it in collective ``number``, from now on. ``tag``: the tag of the notes.
         Raises RuntimeError if one of the processes has ended."""
         places: dict[tuple[int, int], int] = {}

@@ -48,25 +48,18 @@ _plans: dict[tuple[GraphPlan, ...], str] = {}  # the key of each
 
 
 class CapturedGroup:
-    """One group, as graphs see it.
-
-    Attributes:
-        key: names the plans, one for each module.
-        inputs: the inputs of graphs, by flat parameter.
-        held: in a group of several modules, the parameters that the first module has gathered for the others; only set
-            during a capture.
-        pending: in a group of several modules, the indexes of those that have yet to run; only set during a capture.
-        shards: the leaves, by flat parameter.
-        placed: by flat parameter, the arguments of ``DTensor.from_local`` for each parameter that tensor parallelism
-            has cut, and ``None`` for the others; empty if it has cut none.
-    """
+    """One group, as graphs see it."""
 
     def __init__(self, state: _FSDPState, note: Callable[[torch.Tensor], None]) -> None:
         """``note`` is called when a graph has delivered a gradient."""
-        self.shards: list[CapturedShard] = []
-        self.inputs: tuple[GraphInputs, ...] = ()
-        self.key = ""
+        self.shards: list[CapturedShard] = []  # the leaves, by flat parameter
+        self.inputs: tuple[GraphInputs, ...] = ()  # of graphs, by flat parameter
+        self.key = ""  # names the plans, one for each module
+        # By flat parameter, the arguments of ``DTensor.from_local`` for each parameter that tensor parallelism has cut,
+        # and ``None`` for the others; empty if it has cut none.
         self.placed: tuple[tuple[Placed | None, ...], ...] = ()
+        # In a group of several modules, during a capture: the parameters that the first module has gathered for the
+        # others, and the indexes of those that have yet to run.
         self.held: Any = None
         self.pending: tuple[int, ...] = ()
         self._slots = [_slots_below(module, state) for module in state.live_modules()]

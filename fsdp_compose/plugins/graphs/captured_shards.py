@@ -344,13 +344,8 @@ class GraphInputs(NamedTuple):
 
 
 class CapturedShard:
-    """The leaves of one flat parameter in graphs, and the gradients that arrive at them; lives as long as the shard.
-
-    Attributes:
-        shard: the shard, whose memory and version counter the leaves share.
-        flat: the plan of the next graphs.
-        inputs: the inputs of these graphs.
-    """
+    """The leaves of one flat parameter in graphs, and the gradients that arrive at them; lives as long as the shard,
+    whose memory and version counter the leaves share. ``flat`` is the plan of the next graphs, with ``inputs``."""
 
     __slots__ = ("_device", "_frozen", "_note", "_places", "_unused_mask", "flat", "inputs", "shard")
 

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,8 +34,6 @@ from ...core.runtime.inputs_outputs import cast, map_tensors, prepare_inputs
 from ...errors import MisuseRuntimeError
 from .captured_group import CAPTURED, CapturedGroup, GraphPlan, VersionsBefore, graph_plan_of, hold, is_capturable
 from .captured_shards import GraphInputs, gather_captured, refuse_written, summary_of
-
-_Views = list[tuple[torch.Tensor, ...]]
 
 
 @mark_constant
@@ -70,11 +67,6 @@ def _plan(module: nn.Module, key: str) -> tuple[Any, ...]:
     return (*graph_plan_of(key, _place(module)),)
 
 
-@mark_constant
-def _note(module: nn.Module, key: str) -> None:
-    note_capture(state_of_hooked(module), key, _place(module))
-
-
 def _place(module: nn.Module) -> int:
     """The index of a module in its group."""
     return [id(item) for item in state_of_hooked(module).live_modules()].index(id(module))
@@ -99,7 +91,7 @@ def _note_gradient(reference: weakref.ref[_FSDPState], place: torch.Tensor) -> N
 def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """What a graph does before a forward of ``module``."""
     group = module.__dict__[CAPTURED]
-    _note(module, group.key)
+    _note_capture(module, group.key)
     numbers, reshards, input_dtype, _, slots, others, _ = _plan(module, group.key)
     views = group.held
     if views is None:
@@ -152,7 +144,7 @@ def _place_views(views: tuple[torch.Tensor, ...], placed: Any) -> tuple[torch.Te
     return tuple(found)
 
 
-def _show(module: nn.Module, slots: Any, views: _Views) -> None:
+def _show(module: nn.Module, slots: Any, views: list[tuple[torch.Tensor, ...]]) -> None:
     for path, entries in slots:
         target = _below(module, path)
         shown = dict(target.__dict__["_parameters"])
@@ -180,25 +172,18 @@ def _below(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
 # shapes are not compared, because ranks may compile those at different times.
 
 
-@dataclass(slots=True, eq=False)
-class _Capture:
-    """The groups that Dynamo has traced in one attempt to trace a frame."""
-
-    attempt: object = None  # identifies the attempt; ``None`` if there was none
-    # The traced forwards, in order: the group, the key of its plans, the module's index in the group, and whether
-    # gradients are needed.
-    groups: list[tuple[_FSDPState, str, int, bool]] = field(default_factory=list)
+# A traced forward: the group, the key of its plans, the module's index in the group, and whether gradients are needed.
+_Traced = tuple[_FSDPState, str, int, bool]
+_capture: tuple[object, list[_Traced]] = (None, [])  # Dynamo's latest attempt to trace a frame, if any; what is in it
 
 
-class _Present:
-    capture = _Capture()
-
-
-def note_capture(state: _FSDPState, key: str, index: int) -> None:
-    """Called while Dynamo traces a forward of the module with this index in its group."""
-    attempt = tracing_attempt()
-    if _Present.capture.attempt is not attempt:  # Dynamo starts a new attempt after each graph break
-        _Present.capture = _Capture(attempt)
+@mark_constant
+def _note_capture(module: nn.Module, key: str) -> None:
+    """Called while Dynamo traces a forward of ``module``."""
+    global _capture
+    state, attempt = state_of_hooked(module), tracing_attempt()
+    if _capture[0] is not attempt:  # Dynamo starts a new attempt after each graph break
+        _capture = attempt, []
         call_after_compilation(_compare)
     root = state.root
     if root is not None:
@@ -207,20 +192,21 @@ def note_capture(state: _FSDPState, key: str, index: int) -> None:
             versions = VersionsBefore(())
             root.forward.record.captured = versions
         versions.add(state)
-    _Present.capture.groups.append((state, key, index, torch.is_grad_enabled()))
+    _capture[1].append((state, key, _place(module), torch.is_grad_enabled()))
 
 
 def _compare() -> None:
     """Raise, on every rank, if ranks have captured different collectives. Also raise if only some modules of a group
     were traced."""
-    capture, _Present.capture = _Present.capture, _Capture()
-    if not capture.groups:
+    global _capture
+    (_, traced), _capture = _capture, (None, [])
+    if not traced:
         return
-    _check_complete(capture)
-    root = capture.groups[0][0].root
+    _check_complete(traced)
+    root = traced[0][0].root
     if root is None or not root.mesh.has_peers or root.mesh.is_simulated:
         return
-    lines = [_line(state, graph_plan_of(key, index), has_grad) for state, key, index, has_grad in capture.groups]
+    lines = [_line(state, graph_plan_of(key, index), has_grad) for state, key, index, has_grad in traced]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if digest in root.compared_graphs:
         return
@@ -239,9 +225,9 @@ def _compare() -> None:
     root.compared_graphs.add(digest)
 
 
-def _check_complete(capture: _Capture) -> None:
+def _check_complete(traced: list[_Traced]) -> None:
     counts: dict[_FSDPState, Counter[int]] = {}
-    for state, _, index, _ in capture.groups:
+    for state, _, index, _ in traced:
         counts.setdefault(state, Counter())[index] += 1
     for state, found in counts.items():
         modules = state.live_modules()

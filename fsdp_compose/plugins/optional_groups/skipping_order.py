@@ -67,22 +67,16 @@ from .skip_protocol import SkipProtocol
 
 
 class SkippingOrder(FixedOrder):
-    """The scheduler of a root with optional groups.
-
-    Attributes:
-        protocol: the messages by which ranks agree.
-        enclosing_groups: for the index of each optional group, the index of its enclosing group: the nearest one around
-            it that is not optional.
-        running: indexes of non-optional groups whose forwards are running, innermost last.
-    """
+    """The scheduler of a root with optional groups."""
 
     skips = True
     is_capturable = False
 
     def __init__(self, enclosing_groups: dict[int, int], num_groups: int, carrier: Carrier) -> None:
         self.protocol = SkipProtocol(num_groups, carrier)
+        # For the index of each optional group, that of the nearest group around it that is not optional.
         self.enclosing_groups = enclosing_groups
-        self.running: list[int] = []
+        self.running: list[int] = []  # indexes of other groups whose forwards are running, innermost last
 
     def reset(self) -> None:
         self.running.clear()
@@ -280,11 +274,8 @@ class SkippingOrder(FixedOrder):
     # ---- Explicit calls
 
     def unshard(self, root: Root, state: _FSDPState) -> None:
-        """Start the all-gathers of a group: by a request if it is optional, otherwise at a sync point.
-
-        Raises:
-            RuntimeError: the group is optional and no forward is running; or as ``SkipProtocol.sync_point`` does.
-        """
+        """Start the all-gathers of a group: by a request if it is optional, otherwise at a sync point. Raises
+        RuntimeError if the group is optional and no forward is running; or as ``SkipProtocol.sync_point`` does."""
         if self._is_optional(state):
             if not root.forward.depth and root.backward is None:
                 raise RuntimeError(
