@@ -601,10 +601,9 @@ class Plan:
         return local_of(self.members[0].param).device if handle is None else handle.storage.compute_device(handle.shard)
 
     def route(self, label: Label) -> Route:
-        transport: Any = None  # of parameters that every rank has whole: nothing moves
-        if self.mesh is not None:
-            transport = self.mesh.transport.exact.among(self.mesh.shard_group)
-        return Route(self.ns_dtype, self.device, transport, label)
+        # Without a mesh, every rank has whole parameters: nothing moves.
+        sender: Any = None if self.mesh is None else self.mesh.transport.exact.among(self.mesh.shard_group)
+        return Route(self.ns_dtype, self.device, sender, label)
 
     def exchanges_of(self, present: bytes) -> tuple[Label, list[Bucket]]:
         """The buckets of the parameters that have a gradient, those with a 1 in ``present``, and their names."""

@@ -17,9 +17,9 @@ from ..flat import (
     FlatParamHandle,
     ShardedGradient,
     check_segments,
+    handle_of_segment,
     local_of,
     refuse_unreduced,
-    segment_owners,
     sharded_param_of,
     sharded_param_owners,
     waiting,
@@ -184,8 +184,7 @@ class _Gradients:
         self.locals_by_groups[(handle.mesh.shard_group,)].extend(locals_)
 
     def _add(self, param: torch.Tensor) -> None:
-        owner = segment_owners.get(id(param))
-        handle = owner[0]() if owner is not None else None
+        handle = handle_of_segment(param)
         if handle is not None:
             self._follow(handle)
         grad = param.grad

@@ -22,9 +22,9 @@ from ..flat import (
     add_segment,
     are_untouched,
     check_segments,
+    handle_of,
     segment_over,
     segment_owners,
-    sharded_param_owners,
 )
 from ..group import _get_fsdp_states, after_every_step, before_every_step
 from ..ragged import note_write_of_all_ranks
@@ -298,8 +298,7 @@ def _select(
     chosen: dict[FlatParamHandle | nn.Parameter, set[int]] = {}
     is_sharded = False
     for fqn, param in model.named_parameters():
-        owner = sharded_param_owners.get(id(param))
-        handle = owner[0]() if owner is not None else None
+        handle, index = handle_of(param) or (None, 0)
         is_sharded |= handle is not None
         if not param.requires_grad or not (where is None or where(fqn, param)):
             continue
@@ -312,9 +311,7 @@ def _select(
                 "the optimizer the parameter itself"
             )
         else:
-            chosen.setdefault(handle, set()).add(
-                next(i for i, sharded in enumerate(handle.sharded_params) if sharded is param)
-            )
+            chosen.setdefault(handle, set()).add(index)
     if not is_sharded:
         raise MisuseError(
             f"flat_parameters(): no parameter of this {type(model).__name__} is sharded: call fully_shard() first"

@@ -25,7 +25,6 @@ Facts that are easy to miss:
 from typing import TYPE_CHECKING
 
 from ..._on_demand import on_demand
-from . import dtensor as dtensor  # lets torch's functions accept its placements
 from . import ops as ops  # gives RaggedDTensor its operations
 from .dtensor import RaggedDTensor as RaggedDTensor
 from .dtensor import distribute_ragged as distribute_ragged

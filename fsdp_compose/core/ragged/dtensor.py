@@ -41,58 +41,8 @@ from .gather import DifferentiableGather, refuse_transforms
 from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, note_write_of_all_ranks, parameter_owners, requires_grad_writes
 from .placement import EVEN_CHUNKS, RaggedShard, RaggedSpec, stacked, unstacked
 
-# ---- How ``torch.distributed.checkpoint`` saves and loads a tensor of which each rank holds one range: as boxes
 
-
-class CheckpointedDTensor(OwnedDTensor):
-    """The hooks of ``torch.distributed.checkpoint``."""
-
-    _spec: RaggedSpec
-
-    def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
-        start, _ = self._spec.element_range
-        local = local_tensor(self).detach().view(-1)
-        found = []
-        for box in self._spec.boxes():
-            view = local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes)
-            for whole, place in self._spec.boxes_of_whole(box):
-                chunk = ChunkStorageMetadata(offsets=torch.Size(whole.offsets), sizes=torch.Size(whole.sizes))
-                # Classes of other packages need not have an index that takes everything.
-                found.append((chunk, view if whole.sizes == box.sizes else view[place]))
-        return found
-
-    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(local_tensor(self))
-        if hasattr(properties, "strides"):  # since torch 2.15: the strides of the whole tensor
-            whole: dict[str, Any] = {"strides": self.stride()}
-            properties = replace(properties, **whole)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk, _ in self._chunks()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # torch.distributed.checkpoint calls this on every rank, even one that has nothing to load, right before it
-        # writes to the local memory.
-        note_write_of_all_ranks(local_tensor(self))
-        return [chunk for chunk, _ in self._chunks()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for chunk, view in self._chunks():
-            if chunk.offsets == index.offset:
-                return view
-        raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
-
-
-# ---- ``RaggedDTensor``
-
-
-class RaggedDTensor(CheckpointedDTensor):
+class RaggedDTensor(OwnedDTensor):
     """A tensor whose elements are split over the ranks, one contiguous range each; see ``RaggedShard``.
 
     Every operation either returns the value that it would return on the full tensor, or raises. Element-wise
@@ -342,6 +292,47 @@ class RaggedDTensor(CheckpointedDTensor):
                 twin.__dict__.setdefault(key, copy.deepcopy(value, memo))
         return twin
 
+    # ---- How ``torch.distributed.checkpoint`` saves and loads this rank's elements: as boxes
+
+    def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
+        start, _ = self._spec.element_range
+        local = local_tensor(self).detach().view(-1)
+        found = []
+        for box in self._spec.boxes():
+            view = local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes)
+            for whole, place in self._spec.boxes_of_whole(box):
+                chunk = ChunkStorageMetadata(offsets=torch.Size(whole.offsets), sizes=torch.Size(whole.sizes))
+                # Classes of other packages need not have an index that takes everything.
+                found.append((chunk, view if whole.sizes == box.sizes else view[place]))
+        return found
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(local_tensor(self))
+        if hasattr(properties, "strides"):  # since torch 2.15: the strides of the whole tensor
+            whole: dict[str, Any] = {"strides": self.stride()}
+            properties = replace(properties, **whole)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk, _ in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # torch.distributed.checkpoint calls this on every rank, even one that has nothing to load, right before it
+        # writes to the local memory.
+        note_write_of_all_ranks(local_tensor(self))
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for chunk, view in self._chunks():
+            if chunk.offsets == index.offset:
+                return view
+        raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
+
     # ---- torch.compile
 
     def _stable_hash_for_caching(self) -> str:
@@ -362,9 +353,7 @@ class RaggedDTensor(CheckpointedDTensor):
     # ---- Dispatch
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return handlers[func](func, args, kwargs or {})
 
 
@@ -695,5 +684,5 @@ def _redistribute(tensor: DTensor, mesh: DeviceMesh | None, placements: Sequence
     return _scatter(tensor.redistribute(mesh, gathered_placements, **options), placements, averages=False)
 
 
-admit_several_chunks(lambda item: isinstance(item, CheckpointedDTensor) and item._spec.mesh.size() > 1)
+admit_several_chunks(lambda item: isinstance(item, RaggedDTensor) and item._spec.mesh.size() > 1)
 admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill, _redistribute)

@@ -298,9 +298,7 @@ class RaggedShard(Shard):
 
     # ---- Methods that other code may call on a Shard
 
-    def _local_shard_size_and_offset(  # type: ignore[override]
-        self, curr_local_size: int, num_chunks: int, rank: int
-    ) -> tuple[int, int]:
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
         if self.num_placed != curr_local_size or len(self.counts) != num_chunks:
             what = (
                 "it splits the tensor between elements, not between rows, so a rank's part is not a box of the "
@@ -314,9 +312,7 @@ class RaggedShard(Shard):
             )
         return self.counts[rank], self.counts.start(rank)
 
-    def local_shard_size_and_offset(  # type: ignore[override]
-        self, curr_local_size: int, num_chunks: int, rank: int
-    ) -> tuple[int, int]:
+    def local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
         return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:

@@ -134,7 +134,7 @@ class CheckpointedInputs:
         if not has_saved_tensors_hooks():
             self._call = _Call(self._call)
             pack = functools.partial(self._pack, self._call)
-            context = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.restore())
+            context = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed())
         context.__enter__()
         self._open.contexts = [*getattr(self._open, "contexts", ()), context]
         return self
@@ -145,29 +145,22 @@ class CheckpointedInputs:
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedInputs:
         return CheckpointedInputs(min_bytes=self._min_bytes, pin_memory=self._pins)
 
-    def _pack(self, call: _Call, tensor: torch.Tensor) -> _Kept | _Offloaded:
+    def _pack(self, call: _Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         is_activation = tensor.requires_grad and not tensor.is_leaf and type(tensor) is torch.Tensor
         if not is_activation or tensor.nbytes < max(self._min_bytes, 1) or not _is_dense(tensor):
-            return _Kept(tensor)
+            return functools.partial(_unless_written, tensor, tensor._version)
         streams = self._streams.get(tensor.device)
         if streams is None:
             streams = self._streams[tensor.device] = _Streams(tensor.device, self._pins)
-        return call.add(tensor, streams)
+        return call.add(tensor, streams).restore
 
 
-class _Kept:
+def _unless_written(tensor: torch.Tensor, version: int) -> torch.Tensor:
     """A saved tensor that stays where it is. Autograd does not look for writes to what hooks have packed."""
-
-    __slots__ = ("_tensor", "_version_then")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version_then = tensor, tensor._version
-
-    def restore(self) -> torch.Tensor:
-        error = _error_if_written(self._tensor, self._version_then)
-        if error is not None:
-            raise error
-        return self._tensor
+    error = _error_if_written(tensor, version)
+    if error is not None:
+        raise error
+    return tensor
 
 
 def _error_if_written(tensor: torch.Tensor, version: int) -> RuntimeError | None:

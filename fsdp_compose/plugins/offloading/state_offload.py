@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -114,17 +114,12 @@ class _Training:
     stepped: dict[str, torch.Tensor]
 
 
-@dataclass
-class _Chunk:
+class _Chunk(NamedTuple):
     """A range of the elements of one parameter."""
 
     training: _Training
     start: int
     stop: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.stop == self.training.elements.numel()
 
 
 @dataclass
@@ -259,7 +254,7 @@ class StreamedStep:
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 leaving.append((self._state_of(training, key, value)[chunk.start : chunk.stop], value))
         lane.copy_out(slot, leaving)
-        if chunk.is_last:
+        if chunk.stop == training.elements.numel():  # the last one
             states[training.param] = {
                 key: _placed_like(training.param, training.stepped[key].view(local_of(training.param).shape))
                 if key in training.stepped

@@ -57,7 +57,7 @@ class Parts:
     whole_context: Any  # ... and the whole one
     num_ranks: int  # in the shard group
     rank: int  # this one, in the shard group
-    gather_bytes: Callable[[torch.Tensor], torch.Tensor]  # gathers the bytes of all ranks from this rank's
+    gather_bytes: Callable[[torch.Tensor], torch.Tensor]  # gathers the bytes of the shard group from this rank's
 
     @property
     def name(self) -> str:
@@ -139,10 +139,6 @@ class Parts:
             return item.shape
         num_padded = self.num_ranks * self.most_rows - self.shape[0]  # only if it has the parameter's rows
         return torch.Size([item.shape[0] * self.num_ranks - num_padded, *item.shape[1:]])
-
-    def gather(self, local: torch.Tensor) -> Any:
-        """Make a whole instance from this rank's bytes. Ranks: all of the shard group."""
-        return self.whole_of(self.gather_bytes(local))
 
     def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
         """Write this rank's shard of a whole instance into ``local``.

@@ -79,9 +79,7 @@ class ClassedDTensor(RaggedDTensor):
     _local_tensor = _LOCAL_TENSOR
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if CompositeDTensor in types:
             return CompositeDTensor.__torch_dispatch__(func, types, args, kwargs)
         kwargs = {key: _plain(value) for key, value in (kwargs or {}).items()}
@@ -192,7 +190,8 @@ class CompositeDTensor(RaggedDTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Gather the whole instance of the class, on every rank. Ranks: all ranks of the mesh."""
         with torch.no_grad():
-            whole: torch.Tensor = self.composite.gather(local_tensor(self).detach())
+            composite = self.composite
+            whole: torch.Tensor = composite.whole_of(composite.gather_bytes(local_tensor(self).detach()))
         return whole
 
     def all_gather(self) -> NoReturn:
@@ -293,9 +292,7 @@ class CompositeDTensor(RaggedDTensor):
     # ---- Dispatch
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = _plain(args), {key: _plain(item) for key, item in (kwargs or {}).items()}
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], CompositeDTensor):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..dtensor import Handler, handlers
-from .operands import FUSED_OPTIMIZERS, writes_by_index
+from .operands import FUSED_OPTIMIZERS, INDEXED_WRITES
 from .pointwise import (
     copy_into,
     divide,
@@ -48,7 +48,7 @@ def choose(func: Any) -> Handler:
         return per_element
     if name in _DIVISIONS:
         return divide
-    if writes_by_index(func):
+    if name in INDEXED_WRITES:
         return write_through
     if torch.Tag.nondeterministic_seeded in func.tags:
         return random

@@ -31,16 +31,12 @@ Kwargs = dict[str, Any]
 
 FUSED_OPTIMIZERS = {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"}
 
-_INDEXED_WRITES = {
+# These write only to those elements of their first argument that indices or a mask select.
+INDEXED_WRITES = {
     "aten::index_put_", "aten::index_fill_", "aten::index_copy_", "aten::index_add_", "aten::scatter_",
     "aten::scatter_add_", "aten::masked_scatter_",
 }  # fmt: skip
-_WRITES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_", *_INDEXED_WRITES}
-
-
-def writes_by_index(func: Any) -> bool:
-    """Whether ``func`` writes only to those elements of its first argument that indices or a mask select."""
-    return func._schema.name in _INDEXED_WRITES
+_WRITES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_", *INDEXED_WRITES}
 
 
 @cache
@@ -189,9 +185,7 @@ class ReplicatedDTensor(DTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         sharded = next((kind for kind in types if issubclass(kind, RaggedDTensor)), None)
         if sharded is not None:
@@ -233,9 +227,7 @@ class PartialDTensor(DTensor):
     DTensor's, except that ``item()``, which reads this rank's term there, is that of the whole."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].full_tensor().item()
 
@@ -417,9 +409,7 @@ class GatheredView(DTensor):
         return make_dtensor(ReplicatedDTensor, local_tensor(self), dtensor_spec(self))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         targets = [item for item in written(func, args, kwargs) if isinstance(item, GatheredView)]
         name = func._schema.name

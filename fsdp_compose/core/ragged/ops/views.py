@@ -27,6 +27,7 @@ from ..dtensor import RaggedDTensor, gathered, inference_mode_of, make_view, sha
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedShard, RaggedSpec
 from .operands import (
+    INDEXED_WRITES,
     Args,
     GatheredView,
     Kwargs,
@@ -37,7 +38,6 @@ from .operands import (
     refuse_collectives,
     replicated,
     tensors_in,
-    writes_by_index,
     written,
 )
 
@@ -95,7 +95,7 @@ def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not is_known or not all(isinstance(item, RaggedDTensor) for item in targets):
         raise _unknown_write(func)
     warn_gathers(func)
-    if not writes_by_index(func):
+    if func._schema.name not in INDEXED_WRITES:
         for plain in _own_tensors(func, args, kwargs):
             check_equal(func, plain, first_ragged(targets)._spec.mesh, describe_owner(first_ragged(targets)))
     wholes = {id(item): gathered(item).full_tensor() for item in targets}  # type: ignore[arg-type]
