@@ -111,13 +111,14 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-def assert_same_attributes(model: nn.Module, reference: nn.Module) -> None:
+def assert_same_attributes(model: nn.Module, reference: nn.Module, tolerance: float = 0.0) -> None:
     ours, theirs = attributes_of(model), attributes_of(reference)
     assert any(theirs.values())
     for name, expected in theirs.items():
         assert ours[name].keys() == expected.keys(), (name, ours[name], expected)
         for key, value in expected.items():
-            assert torch.equal(torch.as_tensor(ours[name][key]), torch.as_tensor(value)), (name, key)
+            given, wanted = torch.as_tensor(ours[name][key]), torch.as_tensor(value)
+            torch.testing.assert_close(given, wanted, rtol=tolerance, atol=tolerance, msg=f"{name}: {key}")
 
 
 def shard_optional(model: Any) -> None:
@@ -196,7 +197,7 @@ def test_attributes_of_weights_that_tensor_parallelism_has_cut():
     for step in range(3):
         for item in (model, reference):
             mean_square(item, rows(step)).backward()
-        assert_same_attributes(model, reference)
+        assert_same_attributes(model, reference, 1e-5)  # a sum of the ranks' sums: of other bits on some processors
 
 
 @distributed(world_size=2, timeout=60)
