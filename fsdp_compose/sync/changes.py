@@ -323,14 +323,12 @@ class ParameterSnapshot:
         with torch.no_grad():
             self._names = _names(sources)
             dtypes = {source.place[0]: source.dtype for source in sources if source.place is not None}
-            for handle in handles_of(sources):
-                flat = self._flats.get(handle)
-                if flat is None:
+            for handle, dtype in dtypes.items():
+                if handle not in self._flats:
                     device = self._device or handle.mesh.device
-                    flat = torch.empty(handle.layout.shard_numel, dtype=dtypes[handle], device=device)
-                    self._flats[handle] = flat
+                    self._flats[handle] = torch.empty(handle.layout.shard_numel, dtype=dtype, device=device)
                 whole = range(len(handle.layout.params))
-                Span(handle, whole, 0, handle.layout.flat_numel, dtypes[handle]).write_own(flat)
+                Span(handle, whole, 0, handle.layout.flat_numel, dtype).write_own(self._flats[handle])
             for source in sources:
                 if source.place is None:
                     copy = source.local().to(self._device, source.dtype, copy=True)
