@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.nn as nn
 
@@ -65,16 +65,6 @@ def traced_inside_others(function: _F) -> _F:
 _Method = Callable[..., Any]
 
 
-class _Use(Protocol):
-    """What is reported of a ``HookedUse``."""
-
-    @property
-    def state(self) -> Group: ...
-
-    @property
-    def active_backward(self) -> object: ...
-
-
 _forwards: list[End] = []  # the running forwards, innermost last
 _backwards: dict[int, tuple[weakref.ref[Group], End]] = {}  # by the id of a use; the graph keeps the use alive
 
@@ -101,7 +91,7 @@ def _before_leave(method: _Method) -> _Method:
 
 def _after_reach(method: _Method) -> _Method:
     @never_traced
-    def reach(use: _Use, grad: object) -> None:
+    def reach(use: Any, grad: object) -> None:
         before = use.active_backward
         method(use, grad)
         if use.active_backward is not before:  # otherwise another output came first
@@ -113,7 +103,7 @@ def _after_reach(method: _Method) -> _Method:
 
 def _before_pass(method: _Method) -> _Method:
     @never_traced
-    def leave(use: _Use, grad: object) -> None:
+    def leave(use: Any, grad: object) -> None:
         _end_backward(id(use))
         method(use, grad)
 
