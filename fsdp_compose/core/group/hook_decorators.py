@@ -1,7 +1,7 @@
 """Decorators for the runtime's hooks: some report when groups compute, others keep ``torch.compile`` out of a hook.
 
-The runtime applies them. Without listeners, a decorated hook is the hook itself. Managed modules are annotated for
-Dynamo here too."""
+The runtime applies them. Without listeners, a decorated hook is the hook itself. What managed modules are marked with
+for Dynamo is here too."""
 
 from __future__ import annotations
 
@@ -9,38 +9,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.nn as nn
-
 from ..._torch import skip_frame, skip_top_frame
 from ..flat import End, begin, watched
 from .collective_order import Group
 
-# ---- Support for torch.compile: annotations on managed modules, and hooks that Dynamo never traces.
+# ---- Support for torch.compile: marks on managed modules, and hooks that Dynamo never traces.
 #
 # Nothing here imports Dynamo (it costs 0.85 s).
 
 
-MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+# Attributes of managed modules. Dynamo then reads a module's parameters at each call instead of building them into the
+# graph, and shares one graph among equal modules. Without the second one it makes no graph at all.
+MARKS = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _annotate_modules_for_dynamo(module: nn.Module, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
-    """Mark every module in the tree under ``module`` as managed, except those in ``ignored_modules``.
-
-    Dynamo then reads a marked module's parameters at each call instead of building them into the graph, and shares
-    one graph among equal modules.
-
-    Args:
-        module: root of the tree.
-        ignored_modules: modules to leave unmarked (their children are still visited).
-        use_orig_params: value of ``_fsdp_use_orig_params``; the runtime always passes ``True``.
-    """
-    # Both marks: without the second one Dynamo makes no graph at all.
-    marks = dict(zip(MARKS, (True, use_orig_params), strict=True))
-    for submodule in module.modules():
-        if submodule not in ignored_modules:
-            submodule.__dict__.update(marks)
 
 
 def never_traced(function: _F) -> _F:
