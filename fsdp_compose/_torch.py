@@ -190,9 +190,8 @@ class _Backwards:
 backwards = _Backwards()
 
 
-def is_wrapper(tensor: object) -> bool:
-    """Whether a tensor has no memory of its own, but tensors inside that have."""
-    return _is_traceable_wrapper_subclass(tensor)
+# Whether a tensor has no memory of its own, but tensors inside that have.
+is_wrapper: Callable[[object], bool] = _is_traceable_wrapper_subclass
 
 
 def is_fake(kind: type[torch.Tensor]) -> bool:
@@ -338,9 +337,8 @@ def in_compiled_autograd() -> bool:
     return module is not None and bool(module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
-def tracing_attempt() -> object:
-    """An object for each attempt of Dynamo to trace a frame, while it does."""
-    return torch._guards.TracingContext.try_get()
+# An object for each attempt of Dynamo to trace a frame, while it does.
+tracing_attempt: Callable[[], object] = torch._guards.TracingContext.try_get
 
 
 def call_after_compilation(function: Callable[[], None]) -> None:
@@ -477,9 +475,8 @@ def has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def overload_packet(operator: Any) -> Any:
-    """The operator of which ``operator`` is an overload."""
-    return operator._overloadpacket
+# The operator of which another one is an overload.
+overload_packet = operator.attrgetter("_overloadpacket")
 
 
 def storage_use_counter(storage: torch.UntypedStorage) -> Callable[[], int]:
@@ -498,9 +495,8 @@ def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
     return a._cdata == b._cdata
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number of a storage, of which there is no second one while it lives."""
-    return storage._cdata
+# A number of a storage, of which there is no second one while it lives.
+storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
 @contextlib.contextmanager
@@ -755,8 +751,7 @@ def rows_within(num_slices: int) -> Any:
     return StridedShard(0, split_factor=num_slices) if num_slices > 1 else _Shard(0)
 
 
-def default_store() -> dist.Store:
-    return _distributed_c10d._get_default_store()
+default_store: Callable[[], dist.Store] = _distributed_c10d._get_default_store
 
 
 def group_device_types(group: dist.ProcessGroup) -> set[str]:

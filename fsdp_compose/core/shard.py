@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn as nn
@@ -46,10 +46,10 @@ from .flat import (
 from .group import (
     API_KEY,
     BUCKET_BYTES,
+    MARKS,
     GroupOptions,
     ParameterSwap,
     Strategy,
-    _annotate_modules_for_dynamo,
     _FSDPState,
     bytes_of_limit,
     detect_meta_buffers,
@@ -100,8 +100,8 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         guard_state_dict(item, fqns[item])
     detect_meta_buffers(fqns)
     state.swap = ParameterSwap(modules, managed, handles, fqns)
-    for item in modules:
-        _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
+    for item in fqns:
+        item.__dict__.update(MARKS)
     add_composable_state(modules, API_KEY, state)
     if _TRANSFORMERS_LOADER in sys.modules:
         from ..plugins.transformers_loader import extend_transformers_loader
@@ -109,19 +109,11 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         extend_transformers_loader()
 
 
-class _Found(NamedTuple):
-    """A group's label in messages, its modules with their FQNs, its parameters, and their memory regions."""
-
-    label: str
-    fqns: dict[nn.Module, str]
-    managed: list[ManagedParameter]
-    regions: list[Region]
-
-
 def check_group(
     modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions, ignored: set[nn.Parameter]
-) -> _Found:
-    """Raise the errors that ``make_group`` would raise for these parameters. Changes nothing."""
+) -> tuple[str, dict[nn.Module, str], list[ManagedParameter], list[Region]]:
+    """Raise the errors that ``make_group`` would raise for these parameters. Changes nothing. Return the group's label
+    in messages, its modules with their FQNs, its parameters, and their memory regions."""
     label, fqns = ", ".join(type(item).__name__ for item in modules), group_modules(modules)
     managed = managed_parameters(fqns, ignored, label)
     caller = "fully_shard" if options.bucket_bytes is None else "replicate"
@@ -135,7 +127,7 @@ def check_group(
     regions = regions_of(((item.fqn, item.parameter) for item in managed), are_sharded=True)
     others = unsharded_tensors(fqns, {item.parameter for item in managed})
     refuse_shared_memory([*regions, *regions_of(others, are_sharded=False)])
-    return _Found(label, fqns, managed, regions)
+    return label, fqns, managed, regions
 
 
 def _refuse_other_data_parallelism(

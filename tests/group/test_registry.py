@@ -16,7 +16,6 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
-from fsdp_compose.core.group.hook_decorators import _annotate_modules_for_dynamo
 from fsdp_compose.core.group.registry import _get_fsdp_handles, _get_fsdp_states
 from tests.harness import distributed, fake_process_group
 from tests.training import assert_parameters_match, local_part, pair
@@ -318,15 +317,6 @@ def test_parameters_are_the_same_objects_for_ever_outside_forward(reshard_after_
 
 def annotations(module: nn.Module) -> tuple[Any, Any]:
     return getattr(module, "_is_fsdp_managed_module", None), getattr(module, "_fsdp_use_orig_params", None)
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_annotation_marks_every_module_except_the_ignored_ones(use_orig_params):
-    tree = Tree()
-    ignored = {tree.left, tree.right.first}
-    _annotate_modules_for_dynamo(tree, ignored, use_orig_params)
-    for module in tree.modules():
-        assert annotations(module) == ((None, None) if module in ignored else (True, use_orig_params))
 
 
 def test_fully_shard_marks_the_modules_below_it_and_no_others(one_process):

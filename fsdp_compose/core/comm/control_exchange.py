@@ -94,7 +94,7 @@ class Doubling:
         self.messages = gloo_messages(control)
         look_after_pending()
         self.pending = partial(Pending, control)
-        self._group = weakref.ref(group)
+        self.group = weakref.ref(group)
         # Makes the connections in the order of the rounds, pair by pair: made later, out of order, they can deadlock.
         self.begin(torch.zeros(1, dtype=torch.uint8)).wait()
         connects(control, [item.partner for item in self.rounds])
@@ -102,12 +102,6 @@ class Doubling:
     def begin(self, tensor: torch.Tensor) -> Flight:
         """Start replacing ``tensor``, on the CPU, by its maximum. Ranks: all, with equally many elements."""
         return Flight(self, tensor, torch.empty_like(tensor))
-
-    def limit(self) -> timedelta:
-        """How long a rank waits for a message."""
-        # As it is now: gloo's own messages keep the timeout from when the group was made.
-        group = self._group()
-        return timedelta(0) if group is None else limit_of(group)
 
 
 class PartnerLost(RuntimeError):
@@ -155,7 +149,9 @@ class Flight:
         """
         if self._failure is not None:
             raise self._failure
-        rounds, tensor, limit = self._doubling.rounds, self._tensor, self._doubling.limit()
+        rounds, tensor, group = self._doubling.rounds, self._tensor, self._doubling.group()
+        # As it is now: gloo's own messages keep the timeout from when the group was made.
+        limit = timedelta(0) if group is None else limit_of(group)
         while self._index < len(rounds):
             if self._num_begun <= self._index:
                 self._begin_round()

@@ -197,9 +197,7 @@ def note(group: dist.ProcessGroup, what: str) -> None:
 
 def last_of_every_rank(group: dist.ProcessGroup) -> str:
     """The last collective that each rank has entered, as the end of an error message; empty when recording is off."""
-    if not is_on():
-        return ""
-    store = _store(group)
+    store = _store(group) if is_on() else None
     if store is None:
         return ""
     try:

@@ -332,12 +332,12 @@ class Transport:
         # Memory is sent as it is: a conjugate that torch has only marked as one must be computed first.
         part = part.resolve_conj()
         is_even = len(lengths) == 1 and [*ranges] == sorted(ranges)
-        if is_everywhere and is_even:
+        if is_everywhere:
             assert whole is not None
-            self.all_gather(whole, part, label).wait()
-        elif is_everywhere:
-            assert whole is not None
-            self._gather_uneven(whole, part, ranges, label)
+            if is_even:
+                self.all_gather(whole, part, label).wait()
+            else:
+                self._gather_uneven(whole, part, ranges, label)
         elif not is_even:
             self._gather_uneven_on_first(whole, part, ranges)
         else:

@@ -1,46 +1,28 @@
 """Decorators for the runtime's hooks: some report when groups compute, others keep ``torch.compile`` out of a hook.
 
-The runtime applies them. Without listeners, a decorated hook is the hook itself. Managed modules are annotated for
-Dynamo here too."""
+The runtime applies them. Without listeners, a decorated hook is the hook itself. What managed modules are marked with
+for Dynamo is here too."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
-
-import torch.nn as nn
+from typing import Any, TypeVar
 
 from ..._torch import skip_frame, skip_top_frame
 from ..flat import End, begin, watched
 from .collective_order import Group
 
-# ---- Support for torch.compile: annotations on managed modules, and hooks that Dynamo never traces.
+# ---- Support for torch.compile: marks on managed modules, and hooks that Dynamo never traces.
 #
 # Nothing here imports Dynamo (it costs 0.85 s).
 
 
-MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+# Attributes of managed modules. Dynamo then reads a module's parameters at each call instead of building them into the
+# graph, and shares one graph among equal modules. Without the second one it makes no graph at all.
+MARKS = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _annotate_modules_for_dynamo(module: nn.Module, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
-    """Mark every module in the tree under ``module`` as managed, except those in ``ignored_modules``.
-
-    Dynamo then reads a marked module's parameters at each call instead of building them into the graph, and shares
-    one graph among equal modules.
-
-    Args:
-        module: root of the tree.
-        ignored_modules: modules to leave unmarked (their children are still visited).
-        use_orig_params: value of ``_fsdp_use_orig_params``; the runtime always passes ``True``.
-    """
-    # Both marks: without the second one Dynamo makes no graph at all.
-    marks = dict(zip(MARKS, (True, use_orig_params), strict=True))
-    for submodule in module.modules():
-        if submodule not in ignored_modules:
-            submodule.__dict__.update(marks)
 
 
 def never_traced(function: _F) -> _F:
@@ -63,16 +45,6 @@ def traced_inside_others(function: _F) -> _F:
 
 
 _Method = Callable[..., Any]
-
-
-class _Use(Protocol):
-    """What is reported of a ``HookedUse``."""
-
-    @property
-    def state(self) -> Group: ...
-
-    @property
-    def active_backward(self) -> object: ...
 
 
 _forwards: list[End] = []  # the running forwards, innermost last
@@ -101,7 +73,7 @@ def _before_leave(method: _Method) -> _Method:
 
 def _after_reach(method: _Method) -> _Method:
     @never_traced
-    def reach(use: _Use, grad: object) -> None:
+    def reach(use: Any, grad: object) -> None:
         before = use.active_backward
         method(use, grad)
         if use.active_backward is not before:  # otherwise another output came first
@@ -113,7 +85,7 @@ def _after_reach(method: _Method) -> _Method:
 
 def _before_pass(method: _Method) -> _Method:
     @never_traced
-    def leave(use: _Use, grad: object) -> None:
+    def leave(use: Any, grad: object) -> None:
         _end_backward(id(use))
         method(use, grad)
 

@@ -159,29 +159,21 @@ def compare_starts(mesh: DataParallelMesh, states: Sequence[Group], replaced: Se
 def _digests(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[tuple[str, str, str, bool]]:
     """For each parameter the ranks that share it, its name, a digest of its start, empty if there is none now, and
     whether it was loaded from a whole tensor."""
-    load = known_for(handle, _Load)
-    for i, (place, name, digest) in enumerate(_digests_at_start(handle, replaced)):
-        if load is not None and i in load.digests:
-            is_last = load.version == handle.shard._version and handle.sharded_params[i] not in replaced
-            yield place, name, load.digests[i] if is_last else "", True
-        else:
-            yield place, name, digest, False
-
-
-def _digests_at_start(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[tuple[str, str, str]]:
     place = str(min(dist.get_process_group_ranks(handle.mesh.shard_group)))
-    sample = known_for(handle, _Sample)
-    # Written to since: a sharded checkpoint was loaded, or the parameters were initialized after fully_shard().
-    if sample is None or sample.version != handle.shard._version or handle.was_moved():
-        yield from ((place, name, "") for name in handle.names)
-        return
-    memory = sample.elements.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    size, start = sample.elements.element_size(), 0
-    for name, sharded, num_elements in zip(handle.names, handle.sharded_params, sample.sizes, strict=True):
-        end = start + num_elements * size
-        is_compared = end > start and sharded not in replaced
-        yield place, name, hashlib.sha256(memory[start:end]).hexdigest()[:_DIGEST_LENGTH] if is_compared else ""
-        start = end
+    load, sample, version = known_for(handle, _Load), known_for(handle, _Sample), handle.shard._version
+    memory, sizes, start = b"", [0] * len(handle.names), 0
+    # Else written to since: a sharded checkpoint was loaded, or the parameters were initialized after fully_shard().
+    if sample is not None and sample.version == version and not handle.was_moved():
+        memory = sample.elements.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        sizes = [num_elements * sample.elements.element_size() for num_elements in sample.sizes]
+    for i, (name, sharded, size) in enumerate(zip(handle.names, handle.sharded_params, sizes, strict=True)):
+        digest, is_loaded = "", load is not None and i in load.digests
+        if load is not None and is_loaded:
+            digest = load.digests[i] if load.version == version and sharded not in replaced else ""
+        elif size and sharded not in replaced:
+            digest = hashlib.sha256(memory[start : start + size]).hexdigest()[:_DIGEST_LENGTH]
+        start += size
+        yield place, name, digest, is_loaded
 
 
 def _judge(payloads: list[str]) -> str:
