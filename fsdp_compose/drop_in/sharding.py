@@ -85,13 +85,9 @@ class Layout:
         placements: dict[nn.Parameter, Any],
         mesh: DeviceMesh,
     ) -> None:
-        """Mark those of ``params``, in ``modules``, that are to be cut along another dimension than 0.
-
-        Raises:
-            ValueError: there is no such dimension; tensor parallelism has cut it; the parameter's class holds several
-                tensors.
-            NotImplementedError: it cannot be cut evenly.
-        """
+        """Mark those of ``params``, in ``modules``, that are to be cut along another dimension than 0. Raises
+        ValueError if there is no such dimension, tensor parallelism has cut it, or the parameter's class holds several
+        tensors; NotImplementedError if it cannot be cut evenly."""
         named = [item for module in modules for item in module.named_parameters()] if self.is_fsdp2 else []
         concerned = {*params}
         for fqn, param in [item for item in named if item[1] in concerned]:

@@ -301,12 +301,8 @@ _COLORS = ("#4c78a8", "#72b7b2", "#f58518", "#eeca3b", "#54a24b", "#b279a2", "#f
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be written to ``path``, before any work is done.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: the name has another suffix; there is no such folder.
-    """
+    """Check that a picture can be written to ``path``, before any work is done. Raises ImportError if matplotlib is not
+    installed, ValueError if the name has another suffix or there is no such folder."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     if path.suffix not in SUFFIXES:

@@ -181,19 +181,15 @@ def _with_limit(build: Callable[[], tuple[nn.Module, LossOf]], limit: int | str)
 def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules that become groups, inner ones first; see ``plan``. Raises ValueError if ``model`` contains no
     module of one of these classes."""
-    if wrap is None:
-        return [child for blocks in _outermost_lists(model) for child in blocks if _has_parameters(child)]
-    classes = {type(module).__name__ for module in model.modules()}
-    missing = [name for name in wrap if name not in classes]
-    if missing:
-        own = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.children())})
-        raise MisuseError(f"wrap: no module is a {missing[0]}; classes with submodules are {', '.join(own)}")
-    found = [module for module in model.modules() if type(module).__name__ in wrap]
-    return [module for module in reversed(found) if _has_parameters(module)]
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    found = [child for blocks in _outermost_lists(model) for child in blocks]
+    if wrap is not None:
+        classes = {type(module).__name__ for module in model.modules()}
+        missing = [name for name in wrap if name not in classes]
+        if missing:
+            own = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.children())})
+            raise MisuseError(f"wrap: no module is a {missing[0]}; classes with submodules are {', '.join(own)}")
+        found = [module for module in model.modules() if type(module).__name__ in wrap][::-1]
+    return [module for module in found if next(module.parameters(), None) is not None]
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[Sequence[nn.Module]]:

@@ -133,18 +133,11 @@ def simulate(
     note: Callable[[str], None],
     without_sync: WithoutSync | None = None,
 ) -> WorldFacts:
-    """Build the model as the first of ``world_size`` ranks, and train it for some steps.
-
-    Args:
-        build: returns the sharded model, and a function from the model to a loss. Runs in a process group whose
-            collectives move no data.
-        make_optimizer: makes the optimizer of the model, if there is one.
-        note: called with a line of text about the progress.
-        without_sync: the step has a micro-batch before its last one, and this context around it: ``no_sync``.
-
-    Raises:
-        RuntimeError: there is a process group already, or no address space for the model.
-    """
+    """Build the model as the first of ``world_size`` ranks, and train it for some steps. ``build`` returns the sharded
+    model, and a function from the model to a loss; it runs in a process group whose collectives move no data.
+    ``note`` is called with a line of text about the progress. With ``without_sync`` (``no_sync``), the step has a
+    micro-batch in that context before its last one. Raises RuntimeError if there is a process group already, or no
+    address space for the model."""
     if dist.is_initialized():
         raise MisuseRuntimeError(
             f"rank {dist.get_rank()}: plan() makes its own process groups (and so do tune() and calibrate(), which use "

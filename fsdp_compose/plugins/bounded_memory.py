@@ -119,12 +119,9 @@ def _bytes_to_reduce(state: _FSDPState) -> dict[torch.dtype, int]:
 
 
 def bounded(states: Sequence[_FSDPState], scheduler: Scheduler) -> Scheduler:
-    """The scheduler of a root with these groups, in place of ``scheduler`` if their root has a limit.
-
-    Raises:
-        MisuseError: a group that is not the root has one.
-        NotImplementedError: there are optional groups, whose ranks gather what others need.
-    """
+    """The scheduler of a root with these groups, in place of ``scheduler`` if their root has a limit. Raises
+    MisuseError if a group that is not the root has one, NotImplementedError if there are optional groups, whose ranks
+    gather what others need."""
     limited = [state for state in states if state.options.limit_unsharded_bytes is not None]
     inner = [state for state in limited if not state.position.is_outermost]
     if inner:

@@ -60,14 +60,11 @@ class _Watcher(threading.Thread):
     def __init__(self, seconds: float) -> None:
         super().__init__(name="fsdp_compose: standing still", daemon=True)
         self._seconds = seconds
-        self._ends = threading.Event()
+        self.ends = threading.Event()
         self._seen: weakref.WeakKeyDictionary[CollectiveLog, _Seen] = weakref.WeakKeyDictionary()
 
-    def end(self) -> None:
-        self._ends.set()
-
     def run(self) -> None:
-        while not self._ends.wait(self._seconds / _LOOKS):
+        while not self.ends.wait(self._seconds / _LOOKS):
             self._look_around()  # in a frame of its own, so that this thread holds no process group while it waits
 
     def _look_around(self) -> None:
@@ -173,4 +170,4 @@ def look_after_standstill() -> None:
     if seconds and (_watcher is None or not _watcher.is_alive()):  # a forked process has no threads
         _watcher = _Watcher(seconds)
         _watcher.start()
-        atexit.register(_watcher.end)
+        atexit.register(_watcher.ends.set)

@@ -91,18 +91,11 @@ def all_reduce(flat: _Tensor, is_average: bool, route: str) -> _Tensor:
     return stock.wait_tensor(stock.all_reduce(flat, "avg" if is_average else "sum", route))
 
 
-def flatten(grads: Sequence[_Tensor], places: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> _Tensor:
-    """Make one tensor of pieces with ``sizes`` elements: ``grads`` at these ``places``, zeros in the others."""
-    # An operator of its own, not a concatenation: into one Inductor fuses the computation of gradients, across groups,
-    # and the whole gradients of all groups would then be in memory at the same time.
-    result: _Tensor = torch.ops.fsdp_compose.flatten(grads, places, sizes, dtype)
-    return result
-
-
 # ---- Our operators
 
 
 def _flatten(grads: Sequence[_Tensor], places: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> _Tensor:
+    """Make one tensor of pieces with ``sizes`` elements: ``grads`` at these ``places``, zeros in the others."""
     flat = grads[0].new_empty(sum(sizes), dtype=dtype)
     pieces = flat.split([*sizes])
     foreach_copy_([pieces[place].view(grad.shape) for grad, place in zip(grads, places, strict=True)], [*grads])
@@ -244,7 +237,11 @@ class GatherPlan:
     def whole_gradient(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Concatenate the gradients of the parameters into one for the flat parameter, with zeros in the padding."""
         present = [(grad, piece) for grad, (piece, _) in zip(grads, self.params, strict=True) if grad is not None]
-        return flatten([grad for grad, _ in present], [piece for _, piece in present], self.sizes, self.reduce_dtype)
+        given, places = [grad for grad, _ in present], [piece for _, piece in present]
+        # An operator of its own, not a concatenation: into one Inductor fuses the computation of gradients, across
+        # groups, and the whole gradients of all groups would then be in memory at the same time.
+        flat: _Tensor = torch.ops.fsdp_compose.flatten(given, places, self.sizes, self.reduce_dtype)
+        return flat
 
     def reduce(self, flat: torch.Tensor) -> torch.Tensor:
         """Reduce a whole gradient to the form that arrives."""
