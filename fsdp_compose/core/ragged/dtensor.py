@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from math import prod
 from typing import Any
 
@@ -178,8 +178,8 @@ class RaggedDTensor(OwnedDTensor):
         views = super().split(split_size, dim)
         if not (torch.is_grad_enabled() and self.requires_grad):
             return views
-        stops = [*accumulate(view.shape[dim] for view in views)]
-        return tuple(self.narrow(dim, a, b - a) for a, b in zip([0, *stops], stops, strict=False))
+        bounds = accumulate([view.shape[dim] for view in views], initial=0)
+        return tuple(self.narrow(dim, a, b - a) for a, b in pairwise(bounds))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
         if chunks < 1 or not (torch.is_grad_enabled() and self.requires_grad and self.shape[dim]):

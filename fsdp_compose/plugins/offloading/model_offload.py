@@ -224,12 +224,14 @@ class _Sleeping:
         self._device = device
         for storage in storages:
             copied = host_memory(storage.nbytes(), torch.uint8, pins)
-            copied.copy_(_bytes_of(storage, device), non_blocking=True)
+            copied.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), non_blocking=True)
             self._moved.append((storage, copied))
         # The copies were issued without waiting: memory may be freed only when all are complete.
         self._synchronize()
         for storage, _ in self._moved:
-            _empty(storage, device, self._error)
+            other = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+            refuse_access(other, self._error)  # if torch can
+            memory_exchange(storage, other)()
         self._guards = [item.register_step_pre_hook(self._refuse_step) for item in self.optimizers]
 
     def end(self) -> None:
@@ -259,15 +261,3 @@ class _Sleeping:
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device.type).synchronize(self._device)
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _empty(storage: torch.UntypedStorage, device: torch.device, error: str) -> None:
-    """Free the memory behind a storage, and refuse access to it if torch can."""
-    other = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-    refuse_access(other, error)
-    memory_exchange(storage, other)()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -155,12 +156,7 @@ class Int8(WireFormat):
 
 
 class Wire(TransportWrapper):
-    """Sends what is encoded.
-
-    Args:
-        inner: sends.
-        gathers, sums: the formats of all-gathers, and of reduce-scatters and all-reduces; ``None``: as they are.
-    """
+    """Sends by ``inner`` what is encoded: all-gathers in ``gathers``, reductions in ``sums``; ``None``: as it is."""
 
     def __init__(self, inner: Transport, gathers: WireFormat | None, sums: WireFormat | None) -> None:
         super().__init__(inner)
@@ -287,12 +283,16 @@ def _add_up(encoding: WireFormat, terms: Sequence[torch.Tensor], out: torch.Tens
 def finish_with(work: Work, device: torch.device, finish: Callable[[], object], held: object = None) -> Work:
     """A work that ends with ``finish``, which must not mind to be called again; ``held``: memory that is read until
     then."""
-    if streams_of(device) is None:
+    module: Any = streams_of(device)
+    if module is None:
         return _Finishing(work, finish, held)
     # Here, on the side stream, so that it runs while the compute stream is busy.
     work.wait()
     finish()
-    return _OnStream(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    done: Any = SimpleNamespace(wait=lambda: module.current_stream(device).wait_event(event))
+    return done
 
 
 class _Finishing:
@@ -308,15 +308,3 @@ class _Finishing:
             with torch.no_grad():
                 self._finish()
             self._finish = self._held = None  # and with them the memory
-
-
-class _OnStream:
-    __slots__ = ("_device", "_event", "_module")
-
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = streams_of(device)
-        self._device, self._event = device, self._module.Event()
-        self._event.record(self._module.current_stream(device))
-
-    def wait(self) -> None:
-        self._module.current_stream(self._device).wait_event(self._event)
