@@ -114,7 +114,7 @@ class TrainingStep:
             for handle in fsdp_compose.fully_shard.state(module)._handles:
                 unsharded = handle.unsharded
                 if not unsharded.never_freed:
-                    kept += unsharded.memory.nbytes() + (unsharded.part.nbytes if unsharded.part else 0)
+                    kept += unsharded.memory.nbytes() + (unsharded.post_forward.nbytes if unsharded.post_forward else 0)
         return kept
 
     def received_bytes(self) -> float:

@@ -144,11 +144,11 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
 def _batch_of(args: argparse.Namespace) -> int | list[int] | None:
     if args.batch is None:
         return None
-    parts = [part.strip() for part in args.batch.split(",")]
-    if not all(map(str.isdecimal, parts)) or (len(parts) > 1 and not args.tune):
+    sizes = [size.strip() for size in args.batch.split(",")]
+    if not all(map(str.isdecimal, sizes)) or (len(sizes) > 1 and not args.tune):
         expected = "numbers, for example 1,2,4" if args.tune else "a number (several are for --tune)"
         raise ValueError(f"--batch {args.batch}: expected {expected}")
-    return int(parts[0]) if len(parts) == 1 else [*map(int, parts)]
+    return int(sizes[0]) if len(sizes) == 1 else [*map(int, sizes)]
 
 
 def _seconds_of(text: str | None) -> float | None:
@@ -182,7 +182,6 @@ def _tune_options_of(args: argparse.Namespace, sizes: Sequence[int], options: Ma
 
 
 def _optimizer_of(name: str, foreach: bool) -> dict[str, Any]:
-    """Return the optimizer as arguments of ``plan()``."""
     if name.lower() == "none":
         return {"optimizer": None}
     if name.lower() == "muon":  # torch's takes matrices alone
@@ -223,15 +222,11 @@ def _located(error: BaseException) -> str:
 
 
 class _Progress:
-    """Shows progress: in a terminal one line that changes, otherwise one line for each step.
-
-    Attributes:
-        doing: the current step, without counts.
-    """
+    """Shows progress: in a terminal one line that changes, otherwise one line for each step."""
 
     def __init__(self, file: TextIO, is_quiet: bool) -> None:
         self._file, self._is_quiet, self._is_terminal = file, is_quiet, file.isatty()
-        self.doing = "starting"
+        self.doing = "starting"  # the current step, without counts
 
     def note(self, line: str) -> None:
         doing = line.partition(", ")[0].partition(" (")[0]

@@ -48,11 +48,8 @@ def size_of(size: int | str, what: str, least: int = 1, or_else: str = "") -> in
 
 def checked(**expected: str | None) -> Callable[[_T], _T]:
     """Let a public function, or the constructor of a class, refuse arguments whose types its annotations exclude.
-
-    Args:
-        expected: for parameters that need it, what errors say instead of the annotation; ``None`` for those whose
-            mistakes on one rank are told to all.
-    """
+    ``expected``: for parameters that need it, what errors say instead of the annotation; ``None`` for those whose
+    mistakes on one rank are told to all."""
 
     def decorate(target: Any) -> Any:
         if isinstance(target, type):

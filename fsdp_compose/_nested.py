@@ -46,3 +46,23 @@ def put_leaf(container: Any, path: Sequence[Any], value: Any) -> None:
     if not isinstance(inside, list if isinstance(rest[0], int) else Mapping):
         inside = container[here] = [] if isinstance(rest[0], int) else {}
     put_leaf(inside, rest, value)
+
+
+# ---- Optimizer dicts: those of an optimizer's own ``state_dict()``, and flattened to one level of keys
+
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+def is_flattened(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer dict has one level of keys: ``state.<fqn>.<key>`` and ``param_groups.<fqn>.<key>``."""
+    return GROUPS not in state and any(str(key).startswith((f"{STATE}.", f"{GROUPS}.")) for key in state)
+
+
+def longest_prefix(text: str, known: set[str]) -> str | None:
+    """The longest name in ``known`` that ``text`` continues with a dot."""
+    end = len(text)
+    while (end := text.rfind(".", 0, end)) >= 0:
+        if text[:end] in known:
+            return text[:end]
+    return None

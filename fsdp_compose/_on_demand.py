@@ -16,11 +16,7 @@ import torch
 
 def on_demand(package: str, files: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of ``package``, which imports a name, or a file, when it is first asked for.
-
-    Args:
-        package: its ``__name__``.
-        files: files of the package, each with the names that come from it, divided by spaces.
-    """
+    ``files``: files of the package, each with the names that come from it, divided by spaces."""
     homes = {name: file for file, names in files.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
@@ -72,19 +68,15 @@ class _Safe(tuple[str, str]):
         return iter((_find(self[1]), self[1]))
 
 
-def _stand_in(module: str) -> ModuleType:
+class _Gone(ModuleType):
     """A module that no longer exists, for the names that pickles look for in it."""
-    made = ModuleType(module)
 
-    def __getattr__(name: str) -> Any:
-        if f"{module}.{name}" not in _PICKLED:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return _find(f"{module}.{name}")
-
-    vars(made)["__getattr__"] = __getattr__
-    return made
+    def __getattr__(self, name: str) -> Any:
+        if f"{self.__name__}.{name}" not in _PICKLED:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return _find(f"{self.__name__}.{name}")
 
 
 _safe: list[Any] = [_Safe(("imported on demand", path)) for path in _PICKLED]
 torch.serialization.add_safe_globals(_safe)
-sys.modules.update((module, _stand_in(module)) for module in _GONE)
+sys.modules.update((module, _Gone(module)) for module in _GONE)

@@ -73,125 +73,15 @@ from .errors import MisuseError
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
-__all__ = [
-    "ComposableState",
-    "DTensorSpec",
+__all__ = [  # what only other files use; the rest needs no list
     "DispatchMode",
     "IncompatibleKeys",
     "NormPartial",
-    "PlainAttributes",
-    "Shown",
     "StorageInfo",
-    "StridedShard",
     "TensorMeta",
-    "WorkOfGraph",
-    "add_composable_state",
-    "admit_placements",
-    "admit_several_chunks",
-    "all_to_all_on_cpu",
-    "allow_in_foreach",
-    "allow_in_graph",
-    "as_parameter",
-    "backend_name",
-    "backwards",
-    "call_after_compilation",
-    "change_modules_while_traced",
-    "close_gloo_connections",
-    "composable_registry",
-    "compute_local_shape_and_global_offset",
-    "concatenate_meshes",
-    "current_graph_task_id",
-    "data_parallelism_of_torch",
     "dedup_save_plans",
-    "default_store",
-    "define_operations",
-    "fake_store",
-    "finalizes_gradients",
-    "flatten_mesh",
-    "flex_attention_by",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp_",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_zero_",
-    "fsdp2",
     "fsdp2_mesh_info",
-    "functional_collectives",
-    "gloo_messages",
-    "gradient_hooks",
-    "group_name_of",
-    "group_timeout",
-    "has_closed",
-    "has_gloo_on_cpu",
-    "has_saved_tensors_hooks",
-    "hook_gradient",
-    "hook_saved_first",
-    "in_compiled_autograd",
-    "in_forward_ad",
-    "in_transform",
-    "intercept_backward_inputs",
-    "is_checkpoint_recomputing",
-    "is_composite",
-    "is_destroyed",
-    "is_fake",
-    "is_gloo_connection_closed",
-    "is_in_functional_call",
-    "is_part_of_multi_grad_hook",
-    "is_profiling",
-    "is_shard_of_rows",
-    "is_swapping_tensors",
-    "is_wrapper",
-    "loads_as_torch",
-    "loads_as_torch_module",
-    "lower_as_collective",
-    "make_gloo_group",
-    "make_group_of",
-    "make_wrapper",
-    "mark_constant",
-    "memory_exchange",
-    "mend_mesh",
-    "mesh_slices",
-    "namespaces_of_collectives",
-    "non_persistent_buffers",
-    "notice_optimizers",
-    "num_dispatch_modes",
-    "outside_modes",
-    "overload_packet",
     "plan_errors",
-    "post_accumulate_hooks",
-    "preserved_versions",
-    "process_group_of",
-    "queue_end_of_backward",
-    "rank_of_mesh",
-    "refuse_access",
-    "register_work",
-    "renew_hooks",
-    "root_mesh",
-    "rows_within",
-    "same_storage",
-    "saves_as_torch_module",
-    "set_group_timeout",
-    "set_leaf_hooks",
-    "share_versions",
-    "simplified",
-    "skip_frame",
-    "skip_top_frame",
-    "stop_waiting_for",
-    "storage_id",
-    "storage_use_counter",
-    "temporarily_clear_interpreter_stack",
-    "tracing_attempt",
-    "unwrapped",
-    "versions_of",
-    "waited",
-    "was_written_in_graph",
-    "watched_storages",
-    "with_versions",
-    "without_dispatch",
-    "without_modes",
-    "wrapped_child",
-    "wrapper_under_construction",
 ]
 
 # -1 outside of backward, else the number of the autograd graph task that runs on this thread.
@@ -472,21 +362,11 @@ def call_after_compilation(function: Callable[[], None]) -> None:
     handler.register_end_callback(callback)
 
 
-def group_name_of(group: dist.ProcessGroup) -> str:
-    """The name by which those find a process group."""
-    return group.group_name
-
-
 def process_group_of(value: Any) -> dist.ProcessGroup:
     """The process group that is an argument of an operation, in one of its forms."""
     if isinstance(value, str):
         return _distributed_c10d._resolve_process_group(cast(Any, value))
     return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
-
-
-def allow_in_graph(function: Callable[..., Any]) -> None:
-    """Let Dynamo put ``function`` into graphs as it is, to be traced by what comes after it. Imports Dynamo."""
-    torch.compiler.allow_in_graph(function)
 
 
 def change_modules_while_traced(function: Callable[..., None], *args: Any) -> None:
@@ -659,11 +539,6 @@ def is_composite(func: Any) -> bool:
     keys = torch._C.DispatchKey
     has_own = func.has_kernel_for_dispatch_key(keys.CPU)
     return not has_own and func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
-
-
-def simplified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What such an operator returns, made of the others; or ``NotImplemented``."""
-    return func.decompose(*args, **kwargs)
 
 
 def memory_exchange(a: torch.UntypedStorage, b: torch.UntypedStorage) -> Callable[[], Any]:
@@ -875,17 +750,13 @@ def is_shard_of_rows(placement: object) -> bool:
     return isinstance(placement, (_Shard, StridedShard)) and placement.dim == 0
 
 
-def rows_within(num_parts: int) -> Any:
-    """The stock placement that shards the rows of each of so many parts, which another mesh dimension has made."""
-    return StridedShard(0, split_factor=num_parts) if num_parts > 1 else _Shard(0)
+def rows_within(num_slices: int) -> Any:
+    """The stock placement that shards the rows of each of so many slices, which another mesh dimension has made."""
+    return StridedShard(0, split_factor=num_slices) if num_slices > 1 else _Shard(0)
 
 
 def default_store() -> dist.Store:
     return _distributed_c10d._get_default_store()
-
-
-def backend_name(group: dist.ProcessGroup) -> str:
-    return dist.get_backend(group)
 
 
 def group_device_types(group: dist.ProcessGroup) -> set[str]:
@@ -966,11 +837,6 @@ def _connected_ranks(group: dist.ProcessGroup, known: Sequence[int] | None) -> S
     return [rank for rank in range(group.size()) if rank != group.rank()] if known is None else known
 
 
-def gloo_messages(group: dist.ProcessGroup) -> Any:
-    """What sends and receives the messages of ``group``, on gloo: ``send``, ``recv`` of ([tensor], rank, tag)."""
-    return _gloo_backend(group)
-
-
 def make_group_of(
     ranks: tuple[int, ...], name: str, timeout: timedelta, like: dist.ProcessGroup | None = None
 ) -> dist.ProcessGroup:
@@ -997,7 +863,7 @@ def close_gloo_connections(group: dist.ProcessGroup, connected: Sequence[int] | 
     """Close the connections of this rank in ``group``, if they are gloo's, so that ranks that wait for it hear of it.
     ``connected``: in a ``make_gloo_group`` group, the ranks that it has sent to and received from."""
     # gloo closes a connection when an operation on it is not done in time; abort() leaves it open (torch 2.13).
-    backend = _gloo_backend(group)
+    backend = gloo_messages(group)
     for rank in _connected_ranks(group, connected):
         if backend is not None:
             with contextlib.suppress(RuntimeError):  # dead, closed, or now too late
@@ -1007,7 +873,7 @@ def close_gloo_connections(group: dist.ProcessGroup, connected: Sequence[int] | 
 def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int, connected: Sequence[int] | None = None) -> bool:
     """Whether ``rank`` is known to have gone; never, if the connections of ``group`` are not gloo's. ``connected``: as
     for ``close_gloo_connections``."""
-    backend = _gloo_backend(group)
+    backend = gloo_messages(group)
     if backend is None or rank not in _connected_ranks(group, connected):
         return False
     if connected is None and os.environ.get("TORCH_GLOO_LAZY_INIT"):  # there might be none yet
@@ -1020,7 +886,7 @@ def has_closed(group: dist.ProcessGroup, rank: int) -> bool:
     # gloo refuses to begin to receive over a connection that the other side has closed. If it is open, a receive that
     # is begun and dropped does no harm (torch 2.13).
     try:
-        backend = _gloo_backend(group)
+        backend = gloo_messages(group)
         if backend is not None:
             backend.recv([torch.empty(1)], rank, _UNUSED_TAG)
     except RuntimeError:
@@ -1060,12 +926,9 @@ def _aborts_of_messages() -> dict[int, Callable[[int], None]]:
     return found
 
 
-def has_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether gloo moves the tensors of ``group`` that are on the CPU."""
-    return _gloo_backend(group) is not None
-
-
-def _gloo_backend(group: dist.ProcessGroup) -> Any:
+def gloo_messages(group: dist.ProcessGroup) -> Any:
+    """What moves the tensors of ``group`` that are on the CPU, by ``send`` and ``recv`` of ([tensor], rank, tag);
+    ``None`` if that is not gloo."""
     cpu = torch.device("cpu")
     backend: Any = group._get_backend(cpu) if cpu in group._device_types else None
     backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -1097,10 +960,10 @@ dtensor_spec: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
 _local_tensor_slot: Any = DTensor.__dict__["_local_tensor"]
 
 local_tensor: Callable[[Any], torch.Tensor] = _local_tensor_slot.__get__
-"""The part of a DTensor that this rank holds, the very object."""
+"""The shard of a DTensor that this rank holds, the very object."""
 
 set_local_tensor: Callable[[Any, torch.Tensor], None] = _local_tensor_slot.__set__
-"""Let a DTensor be over another part."""
+"""Let a DTensor be over another local tensor."""
 
 
 def as_parameter(tensor: Any, requires_grad: bool) -> Any:
@@ -1242,17 +1105,17 @@ def admit_placements(
 
 
 def _admit_in_layouts(is_ours: Callable[[Any], bool], redistribute: Callable[..., Any]) -> None:
-    stock_part, stock_redistribute = _tensor_utils._compute_local_shape_and_global_offset, DTensor.redistribute
+    stock_shard, stock_redistribute = _tensor_utils._compute_local_shape_and_global_offset, DTensor.redistribute
 
-    @functools.wraps(stock_part)
-    def part(
+    @functools.wraps(stock_shard)
+    def shard(
         global_shape: Any, mesh_shape: Any, my_coordinate: Any, placements: Any, skip_offset: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if not is_ours(placements) or not global_shape:
-            return stock_part(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
+            return stock_shard(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
         # torch applies placements from left to right; ours is innermost, wherever it stands.
         others = [torch.distributed.tensor.Replicate() if is_ours([item]) else item for item in placements]
-        (rows, *sizes), (first, *offsets) = stock_part(global_shape, mesh_shape, my_coordinate, others)
+        (rows, *sizes), (first, *offsets) = stock_shard(global_shape, mesh_shape, my_coordinate, others)
         coordinate = my_coordinate if callable(my_coordinate) else my_coordinate.__getitem__
         for dim, item in enumerate(placements):
             if is_ours([item]):
@@ -1267,7 +1130,7 @@ def _admit_in_layouts(is_ours: Callable[[Any], bool], redistribute: Callable[...
         result: DTensor = redistribute(self, device_mesh, placements, **options)
         return result
 
-    _tensor_utils._compute_local_shape_and_global_offset = part
+    _tensor_utils._compute_local_shape_and_global_offset = shard
     DTensor.redistribute = to_layout  # type: ignore[method-assign]
 
 
@@ -1317,9 +1180,10 @@ def admit_several_chunks(is_sharded: Callable[[Any], bool]) -> None:
                 for item in items:
                     files[counts[item.index.fqn]].append(item)
                     counts[item.index.fqn] += 1
-                for i, part in files.items():
+                for i, chunks in files.items():
                     other = f"{stem}-{i}{suffix}"
-                    file_queue.put((self.fs.concat_path(self.path, other), other, part) if i else (path, name, part))
+                    place = (self.fs.concat_path(self.path, other), other) if i else (path, name)
+                    file_queue.put((*place, chunks))
         return write(self, planner, file_queue)
 
     @functools.wraps(plan_all)
@@ -1344,16 +1208,16 @@ def admit_several_chunks(is_sharded: Callable[[Any], bool]) -> None:
         return plan_pickle(fqn, value)
 
     @functools.wraps(copy)
-    def copy_part(whole: memoryview, part: bytes, nbytes: int, shape: Any, *places: Any) -> None:
+    def copy_piece(whole: memoryview, piece: bytes, nbytes: int, shape: Any, *places: Any) -> None:
         if shape:
-            copy(whole, part, nbytes, shape, *places)
+            copy(whole, piece, nbytes, shape, *places)
         else:  # a single number, which torch 2.15 still takes for an empty tensor
-            whole[:] = part
+            whole[:] = piece
 
     FileSystemWriter._write_data = write_all  # type: ignore[method-assign]
     HuggingFaceStorageWriter.prepare_global_plan = plan_files  # type: ignore[method-assign]
     _planning._create_write_item_for_bytesio = plan_checked  # type: ignore[assignment]
-    _consolidation._write_sub_tensor_to_file_optimized = copy_part  # type: ignore[assignment]
+    _consolidation._write_sub_tensor_to_file_optimized = copy_piece  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -1363,8 +1227,7 @@ def all_to_all_on_cpu() -> Iterator[None]:
     before = _placement_types.shard_dim_alltoall
 
     def all_to_all(tensor: torch.Tensor, gathered: int, sharded: int, mesh: _DeviceMesh, dim: int) -> torch.Tensor:
-        group = group_name_of(mesh.get_group(dim))
-        return torch.ops._dtensor.shard_dim_alltoall(tensor, gathered, sharded, group)
+        return torch.ops._dtensor.shard_dim_alltoall(tensor, gathered, sharded, mesh.get_group(dim).group_name)
 
     _placement_types.shard_dim_alltoall = all_to_all
     try:

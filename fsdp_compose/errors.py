@@ -6,6 +6,8 @@ is raised can be pickled, and copied to other processes.
 
 from __future__ import annotations
 
+import itertools
+
 
 class FSDPComposeError(Exception):
     """The base of the classes below. What is none of them stays a built-in error: an operator that sharded tensors do
@@ -76,3 +78,10 @@ def list_problems(what: str, problems: list[str], remedy: str) -> str:
     if len(problems) > _MAX_LINES:
         lines.append(f"  and {len(problems) - _MAX_LINES} more")
     return "\n".join([f"{what}; nothing was changed:", *lines, remedy])
+
+
+def as_ranges(numbers: list[int], separator: str = ",") -> str:
+    """Numbers, for example of ranks, as text such as ``0-3,8``."""
+    runs = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])  # the same while numbers are adjacent
+    texts = [[str(number) for _, number in run] for _, run in runs]
+    return separator.join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in texts)

@@ -25,15 +25,15 @@ class PipelineStage(pipelining.PipelineStage):
     reduced once (``reduce_gradients``). Shard a stage over the ranks that run the same stage::
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "dp"))
-        for block in part.blocks:
+        for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
-        fully_shard(part, mesh=mesh["dp"])
-        stage = PipelineStage(part, mesh.get_local_rank("pp"), 2, device, group=mesh.get_group("pp"))
+        fully_shard(model, mesh=mesh["dp"])
+        stage = PipelineStage(model, mesh.get_local_rank("pp"), 2, device, group=mesh.get_group("pp"))
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
     Schedules that split a microbatch's backward into one for the inputs and one for the weights (zero bubble) give the
-    same results, but the split hides no bubble: one backward of a group computes all gradients, so both parts run at
-    the inputs' turn.
+    same results, but the split hides no bubble: one backward of a group computes all gradients, so both run at the
+    inputs' turn.
     """
 
     def backward_maybe_with_nosync(
@@ -82,15 +82,9 @@ def whole_backward(
     input_values: Sequence[Any],
     weights: Iterator[nn.Parameter] | None = None,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
-    """Run the backward of a stage's inputs and weights, instead of that of its inputs alone.
-
-    Args:
-        stage_output: the stage's outputs; for the last stage the loss, without ``output_grads``.
-        weights: not used.
-
-    Returns:
-        The gradients of the inputs, and an empty list: no work is left for the weights.
-    """
+    """Run the backward of a stage's inputs and weights, instead of that of its inputs alone. For the last stage,
+    ``stage_output`` is the loss, without ``output_grads``. Returns the gradients of the inputs, and an empty list: no
+    work is left for the weights."""
     output: Any = stage_output
     if output_grads is None:
         (output,) = stage_output

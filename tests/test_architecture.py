@@ -43,7 +43,7 @@ SEAMS = {
     "optional_groups": "runtime/lazy_init",
     "parameter_classes": (
         "flat/build flat/codecs flat/flat_param flat/param_kind flat/sharded_param summon state_dicts/gathering "
-        "state_dicts/model_state state_dicts/optimizer_init state_dicts/optimizer_state state_dicts/resharding"
+        "state_dicts/model_state state_dicts/optimizer_state state_dicts/resharding"
     ),
     "replicas": "comm/mesh runtime/agreement",
     "tensor_parallel": (

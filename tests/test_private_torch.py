@@ -722,12 +722,6 @@ def test_is_composite():
     assert not _torch.is_composite(aten.silu_backward.default), "it has both, and the CPU uses its own"
 
 
-def test_simplified():
-    aten, x = torch.ops.aten, torch.ones(2, 2)
-    assert torch.equal(_torch.simplified(aten.linear.default, (x, x), {}), x @ x)
-    assert _torch.simplified(aten.addmm.default, (x, x, x), {}) is NotImplemented
-
-
 def test_memory_exchange():
     full, empty = torch.arange(4.0), torch.empty(0)
     view = full[1:]
@@ -1015,24 +1009,6 @@ def test_mark_constant():
     torch._dynamo.reset()
 
 
-def _kept_as_it_is(number: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple([x.sin() for _ in sys.version_info[:number]])  # Dynamo would refuse nothing here, but trace it
-
-
-def test_allow_in_graph():
-    torch._dynamo.reset()
-    _torch.allow_in_graph(_kept_as_it_is)
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    torch.compile(lambda x: _kept_as_it_is(2, x)[1], backend=backend, fullgraph=True)(torch.ones(2))
-    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"][0] is _kept_as_it_is
-    torch._dynamo.reset()
-
-
 def test_change_modules_while_traced():
     """Within activation checkpointing Dynamo refuses side effects, but these."""
     torch._dynamo.reset()
@@ -1139,16 +1115,11 @@ def test_tracing_attempt():
 
 def test_functional_collectives():
     with fake_process_group(world_size=2):
-        ops, name = _torch.functional_collectives(), _torch.group_name_of(dist.group.WORLD)
+        ops, name = _torch.functional_collectives(), dist.group.WORLD.group_name
         x = torch.ones(4)
         assert ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name)).shape == (8,)
         assert ops.wait_tensor(ops.reduce_scatter_tensor(x, "avg", 2, name)).shape == (2,)
         assert ops.wait_tensor(ops.all_reduce(x, "sum", name)).shape == (4,)
-
-
-def test_group_name_of():
-    with fake_process_group(world_size=2):
-        assert isinstance(_torch.group_name_of(dist.group.WORLD), str)
 
 
 def test_namespaces_of_collectives():
@@ -1172,7 +1143,7 @@ def test_process_group_of():
         x = torch.ones(2)
         with Seen():
             dist.all_reduce(x)
-            _torch.functional_collectives().all_reduce(x, "sum", _torch.group_name_of(group))
+            _torch.functional_collectives().all_reduce(x, "sum", group.group_name)
         assert len(seen) == 2 and all(_torch.process_group_of(item).size() == 2 for item in (*seen, group))
 
 
@@ -1500,12 +1471,6 @@ def test_plan_errors():
         assert bool(_torch.plan_errors(plans_of_two_ranks(), metadata)) == is_wrong
 
 
-def test_gloo_messages():
-    """``test_make_gloo_group`` sends them."""
-    with fake_process_group():
-        assert _torch.gloo_messages(dist.group.WORLD) is None
-
-
 @pytest.mark.parametrize("is_like_another", (False, True))
 @distributed(world_size=3)
 def test_make_group_of(world_size, is_like_another):
@@ -1514,7 +1479,7 @@ def test_make_group_of(world_size, is_like_another):
         return
     like = dist.group.WORLD if is_like_another else None
     made = _torch.make_group_of((1, 2), f"test_make_group_of/{is_like_another}", timedelta(seconds=60), like)
-    assert _torch.backend_name(made) == "gloo"
+    assert dist.get_backend(made) == "gloo"
     value = torch.tensor([dist.get_rank()])
     dist.all_reduce(value, group=made)
     objects = [None, None]
@@ -1651,23 +1616,24 @@ def stop(message):
 
 
 @distributed(world_size=2)
-def test_has_gloo_on_cpu():
+def test_gloo_messages():
+    """``test_make_gloo_group`` sends some."""
     for backend in ("gloo", "cpu:gloo", None):
         group = dist.new_group(backend=backend)
-        assert _torch.has_gloo_on_cpu(group), backend
+        assert _torch.gloo_messages(group) is not None, backend
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
         dist.set_debug_level_from_env()
         try:
-            assert _torch.has_gloo_on_cpu(dist.new_group())
+            assert _torch.gloo_messages(dist.new_group()) is not None
         finally:
             patch.undo()
             dist.set_debug_level_from_env()
 
 
-def test_a_fake_group_has_no_gloo_on_cpu():
+def test_a_fake_group_has_no_gloo_messages():
     with fake_process_group():
-        assert not _torch.has_gloo_on_cpu(dist.group.WORLD)
+        assert _torch.gloo_messages(dist.group.WORLD) is None
 
 
 def test_collectives_of_the_fake_group():
@@ -1686,16 +1652,6 @@ def test_default_store():
     assert store.get("test_default_store/1") == b"hello"
     with pytest.raises(dist.DistStoreError):
         store.wait(["test_default_store/never"], timedelta(seconds=0.1))
-
-
-@distributed(world_size=2)
-def test_backend_name():
-    assert _torch.backend_name(dist.group.WORLD) == "gloo"
-
-
-def test_backend_name_of_the_fake_group():
-    with fake_process_group():
-        assert _torch.backend_name(dist.group.WORLD) == "fake"
 
 
 @distributed(world_size=2)

@@ -37,7 +37,7 @@ from ..errors import MisuseRuntimeError
 from ..extension import Peers, kept_for, says_what_it_holds
 from .folders import hold_lock, local_folder, meeting_of
 from .planner import SavePlanner, with_string_keys
-from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state
+from .storage import Begun, FolderWriter, abandoning, begin_save, completing, plain_state, to_first
 from .writer import (
     CALL,
     Layout,
@@ -105,7 +105,10 @@ class Saver:
         timeout: timedelta = timedelta(hours=1),
     ) -> None:
         self._group, self._timeout = process_group, timeout.total_seconds()
-        self._staging, self._kept, self._underway = _Staging(staging), _Kept(), _Underway()
+        self._staging, self._underway = _Staging(staging), _Underway()
+        # The plan of the last save, with the places of its copy, is used again while what it depends on stays the same.
+        self._signature: list[Any] | None = None
+        self._layout: Layout | None = None
         weakref.finalize(self, self._underway.end)  # also at exit, which so waits for a save under way
         self._underway.running()
         if state_dict is not None:
@@ -144,7 +147,7 @@ class Saver:
     def close(self) -> None:
         """Wait for the save that is under way, and end the process. Raise the save's error if no caller has seen it."""
         self._underway.end()
-        self._staging, self._kept = _Staging(self._staging.folder), _Kept()
+        self._staging, self._signature, self._layout = _Staging(self._staging.folder), None, None
 
     def __enter__(self) -> Saver:
         return self
@@ -162,9 +165,9 @@ class Saver:
                 planner = _Planner(share=begun.share)
                 planner.set_up_planner(begun.state, is_coordinator=peers.is_first)
                 signature = _signature(planner)
-                is_kept = signature is not None and signature == self._kept.signature
+                is_kept = signature is not None and signature == self._signature
                 if not peers.ask("kept plan", is_kept, all):
-                    self._kept = _Kept(signature, *_plan_together(peers, planner, begun))
+                    self._signature, self._layout = signature, _plan_together(peers, planner, begun)
                 copied = peers.attempt(self._copy, planner, begun, peers, waiting)
             copied.future.set_running_or_notify_cancel()
             self._underway.future = copied.future
@@ -181,16 +184,15 @@ class Saver:
     def _copy(self, planner: SavePlanner, begun: Begun, peers: Peers, waiting: contextlib.ExitStack) -> _Copied:
         """Copy this rank's part of the state, take the lock that the writer will hold, and start the thread that sends
         the part to the writer when all ranks have copied theirs."""
-        kept = self._kept
-        assert kept.plan is not None
-        data = [planner.resolve_data(item) for item in kept.plan.items]
+        assert self._layout is not None
+        data = [planner.resolve_data(item) for item in self._layout.plan.items]
         places, nbytes, on_cuda = _placed(data)
         self._staging.reserve(nbytes, on_cuda)
         values = self._staging.copy(data, places)
-        if kept.layout is None or kept.layout.places != places:
-            kept.layout = Layout(kept.plan, places, kept.metadata)
+        if self._layout.places != places:
+            self._layout = replace(self._layout, places=places)
         about = (values, begun.numbers, self._staging.nbytes, self._timeout)
-        request = Request(begun.folder, begun.token, peers.rank, peers.size, kept.layout, *about)
+        request = Request(begun.folder, begun.token, peers.rank, peers.size, self._layout, *about)
         lock = os.fdopen(hold_lock(meeting_of(begun.folder, begun.token) / f"{peers.rank}.lock"), "wb", buffering=0)
         copied = _Copied(request, self._underway.running(), lock)
         # On a thread, because Ctrl-C and handlers of signals interrupt the main thread alone. If none can be started,
@@ -263,11 +265,8 @@ def async_save(
         saving.result()
     """
     group, folder = process_group or dist.group.WORLD, local_folder(folder)
-    return kept_for(group or _Alone, Saver)._save(Peers(group, CALL), state_dict, folder, wait)
-
-
-class _Alone:
-    """Takes the place of a process group where there is none."""
+    # Where there is no process group, the saver is kept for this function.
+    return kept_for(group or async_save, Saver)._save(Peers(group, CALL), state_dict, folder, wait)
 
 
 # ---- Planning
@@ -278,22 +277,6 @@ class _Planner(SavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         return DefaultSavePlanner.transform_object(self, write_item, object)
-
-
-@dataclass
-class _Kept:
-    """The plan of the last save, which is used again while names, shapes and placements stay the same.
-
-    Attributes:
-        signature: what the plan depends on.
-        metadata: that of the checkpoint, on the first rank.
-        layout: that of the last copy.
-    """
-
-    signature: list[Any] | None = None
-    plan: SavePlan | None = None
-    metadata: Metadata | None = None
-    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -328,14 +311,9 @@ def _signature(planner: SavePlanner) -> list[Any] | None:
     return found
 
 
-def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> tuple[SavePlan, Metadata | None]:
+def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> Layout:
     """Make the plans of all ranks one: the first rank compares them, and says who writes what several have."""
-    plan = peers.attempt(planner.create_local_plan)
-    plans: list[Any] = [plan]
-    if peers.several:
-        plans = [None] * peers.size
-        with completing(peers, begun.folder):
-            dist.gather_object(plan, plans if peers.is_first else None, group=peers.group, group_dst=0)
+    plans = to_first(peers, begun, peers.attempt(planner.create_local_plan))
 
     def compare() -> tuple[list[SavePlan], Metadata] | None:
         if not peers.is_first:
@@ -345,13 +323,11 @@ def _plan_together(peers: Peers, planner: SavePlanner, begun: Begun) -> tuple[Sa
 
     made = peers.attempt(compare)
     final, metadata = made or (None, None)
+    mine: list[Any] = [None] if final is None else [final[0]]
     if peers.several:
-        mine: list[Any] = [None]
         with completing(peers, begun.folder):
             dist.scatter_object_list(mine, final, group=peers.group, group_src=0)
-        return planner.finish_plan(mine[0]), metadata
-    assert final is not None
-    return planner.finish_plan(final[0]), metadata
+    return Layout(planner.finish_plan(mine[0]), [], metadata)
 
 
 def _placed(data: list[Any]) -> tuple[list[Place | None], int, bool]:
@@ -359,20 +335,15 @@ def _placed(data: list[Any]) -> tuple[list[Place | None], int, bool]:
     places: list[Place | None] = []
     end, on_cuda = 0, False
     for item in data:
-        if not isinstance(item, torch.Tensor) or not _is_plain(item):
-            places.append(None)
-            continue
-        place = Place(end, item.dtype, item.shape)
+        place = None
+        # A tensor to which there is nothing but its elements.
+        if type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout == torch.strided:
+            if not (item.is_quantized or item.is_meta):
+                place = Place(end, item.dtype, item.shape)
+                end += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+                on_cuda |= item.is_cuda
         places.append(place)
-        end += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
-        on_cuda |= item.is_cuda
     return places, end, on_cuda
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements are all there is to a tensor."""
-    is_usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
-    return is_usual and tensor.layout == torch.strided and not tensor.is_meta
 
 
 # ---- The memory for the copy
@@ -396,13 +367,18 @@ class _Staging:
             self._release()
 
     def reserve(self, nbytes: int, pinned: bool) -> None:
-        """Make room for so many bytes."""
         if nbytes <= self.nbytes and pinned <= self._is_pinned:
             return
         self._release()  # before there is another: one copy of the state, not two
-        self.descriptor = self._open()
+        if self.folder is None and hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("fsdp_compose.async_save")
+        else:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                self.descriptor = os.dup(file.fileno())
         try:
-            self._refuse_too_much(nbytes)
+            available = None if self.folder is not None else _available_memory()
+            if available is not None and nbytes > available:
+                raise self._no_room(nbytes, f"{available / 2**20:.0f} MiB are available")
             os.ftruncate(self.descriptor, nbytes)
             if nbytes and hasattr(os, "posix_fallocate"):  # otherwise a lack of room would crash the copy
                 os.posix_fallocate(self.descriptor, 0, nbytes)
@@ -432,17 +408,6 @@ class _Staging:
         for device in devices - {torch.device("cpu")}:
             torch.accelerator.current_stream(device).synchronize()
         return values
-
-    def _open(self) -> int:
-        if self.folder is None and hasattr(os, "memfd_create"):
-            return os.memfd_create("fsdp_compose.async_save")
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            return os.dup(file.fileno())
-
-    def _refuse_too_much(self, nbytes: int) -> None:
-        available = None if self.folder is not None else _available_memory()
-        if available is not None and nbytes > available:
-            raise self._no_room(nbytes, f"{available / 2**20:.0f} MiB are available")
 
     def _no_room(self, nbytes: int, found: str) -> MisuseRuntimeError:
         where = f"in {self.folder}" if self.folder is not None else "in this host's memory"

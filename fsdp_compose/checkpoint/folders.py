@@ -142,7 +142,10 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
     manifest = _read_manifest(lists[MANIFEST]) if MANIFEST in lists else None
     listed, numbers, saved = manifest or ({}, frozenset(), None)
     metadata = _read_metadata(lists[METADATA], listed.get(METADATA), allow_pickle)
-    needed = _least_sizes(metadata)
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        _require(isinstance(info.relative_path, str), f"{info.relative_path!r} is not a file name")
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
     files: dict[str, tuple[int, int | None]] = {**listed}
     if manifest is None:
         # The save id tells a checkpoint of ours, whose manifest was lost, from one that torch wrote without any.
@@ -163,12 +166,10 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
 
 
 def as_text(manifest: Mapping[str, Any]) -> str:
-    """Format a manifest for writing, with a checksum of itself."""
     return json.dumps({**manifest, _CHECKSUM: _checksum_of(manifest)}, indent=1)
 
 
 def _checksum_of(manifest: Mapping[str, Any]) -> int:
-    """Return the checksum of everything in the manifest except the checksum itself."""
     rest = {key: value for key, value in manifest.items() if key != _CHECKSUM}
     return crc32(json.dumps(rest, sort_keys=True).encode())
 
@@ -183,7 +184,11 @@ def _read_manifest(content: bytes) -> tuple[dict[str, tuple[int, int]], frozense
         files = {str(name): (int(size), int(total)) for name, (size, total) in listed["files"].items()}
         saved = Saved(*listed[SAVED]) if SAVED in listed else None
         _require(saved is None or [*map(type, saved)] == [str, int, str], f"{saved} is no save")
-        return files, frozenset(_path(path) for path in listed.get(NUMBERS, ())), saved
+        paths = listed.get(NUMBERS, ())
+        for path in paths:
+            is_path = isinstance(path, list) and all(isinstance(step, (str, int)) for step in path)
+            _require(is_path, f"{path!r} is not a path")
+        return files, frozenset(map(tuple, paths)), saved
     except Exception as error:  # damaged JSON may raise anything
         raise ValueError(f"{MANIFEST} is not as it was written: {text_of(error)}") from error
 
@@ -197,22 +202,11 @@ def next_save(folder: Path) -> Saved:
     return Saved(newest.run, max(newest.number + 1, time.time_ns()), folder.name)
 
 
-def _path(path: Any) -> tuple[Any, ...]:
-    if not isinstance(path, list) or not all(isinstance(part, (str, int)) for part in path):
-        raise ValueError(f"{path!r} is not a path")
-    return tuple(path)
-
-
 def _require_inside(folder: Path, name: Any) -> None:
     """Raise ValueError unless ``name`` lies in ``folder``, also after following links."""
-    if (
-        isinstance(name, str)
-        and name
-        and "\0" not in name
-        and not Path(name).is_absolute()
-        and ".." not in name.split("/")
-    ):
-        if (folder / name).resolve().is_relative_to(folder.resolve()):
+    if isinstance(name, str) and name and "\0" not in name:
+        is_relative = not Path(name).is_absolute() and ".." not in name.split("/")
+        if is_relative and (folder / name).resolve().is_relative_to(folder.resolve()):
             return
     raise ValueError(f"it refers to the file {name!r}, which is not in the folder")
 
@@ -247,23 +241,17 @@ class _Unpickler(pickle.Unpickler):
             return vars(torch)[name]
         if (module, name) in self._known:
             return self._known[module, name]
-        if _may_be_newer(module, name):
+        # A name of torch's own that this torch lacks (a dtype, a memory format) may be another version's: refusing it
+        # hides no attack.
+        is_of_torch = module == "torch" or module.startswith(_TORCHS)
+        if is_of_torch and not hasattr(sys.modules.get(module), name):
             raise UnknownFormat(f"it refers to {module}.{name}")
         raise WouldRunCode(
             f"it refers to {module}.{name}, which a list of tensors does not need, and which could run any code"
         )
 
 
-def _may_be_newer(module: str, name: str) -> bool:
-    """Whether this may be a name from another version's lists of tensors: torch's own, but absent from this torch, so
-    refusing it hides no attack."""
-    if module == "torch":  # dtypes, memory formats
-        return not hasattr(torch, name)
-    return module.startswith(_TORCHS) and not hasattr(sys.modules.get(module), name)
-
-
 def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
-    """Return new classes and functions for the names in torch's metadata."""
     classes = (Metadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorStorageMetadata)
     known: dict[tuple[str, str], Callable[..., Any]] = {
         (cls.__module__, cls.__qualname__): type(cls.__name__, (cls,), {}) for cls in (*classes, StorageInfo)
@@ -278,7 +266,7 @@ def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
     known["collections", "OrderedDict"] = lambda items=(): OrderedDict(items)
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
-            known[module, name] = lambda *parts: "/".join(map(str, parts))
+            known[module, name] = lambda *names: "/".join(map(str, names))
     return known
 
 
@@ -307,15 +295,21 @@ def _checked(metadata: Any) -> Metadata:
         _require(isinstance(key, str), f"{key!r} is not a name")
         if isinstance(entry, TensorStorageMetadata):
             _require(isinstance(getattr(entry.properties, "dtype", None), torch.dtype), f"{key} has no dtype")
-            _require(_are_sizes(entry.size) and all(_is_chunk(chunk) for chunk in entry.chunks), f"{key} has no size")
+            has_size = _are_sizes(entry.size) and all(
+                isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)
+                for chunk in entry.chunks
+            )
+            _require(has_size, f"{key} has no size")
             _require_whole(key, entry)
         else:
             _require(isinstance(entry, BytesStorageMetadata), f"{key} is neither a tensor nor a value")
     for key, path in dict(metadata.planner_data or {}).items():
-        _require(
-            isinstance(path, (tuple, list)) and all(_is_step(step, len(entries)) for step in path),
-            f"{path!r} is not a path of {key!r}",
+        is_path = isinstance(path, (tuple, list)) and all(
+            # a key, or an index of a list that fits into a checkpoint of so many values
+            isinstance(step, str) or (type(step) is int and 0 <= step < len(entries))
+            for step in path
         )
+        _require(is_path, f"{path!r} is not a path of {key!r}")
     metadata.storage_data = {}
     for index, info in places.items():
         _require(isinstance(index, MetadataIndex) and isinstance(index.fqn, str), f"{index!r} is not a name")
@@ -326,14 +320,13 @@ def _checked(metadata: Any) -> Metadata:
 
 
 def _require_whole(key: str, entry: TensorStorageMetadata) -> None:
-    """Raise ValueError unless the parts of a tensor add up to it: a rank that saves alone writes only its own."""
+    """Raise ValueError unless the pieces of a tensor add up to it: a rank that saves alone writes only its own."""
     size, saved, needed = tuple(entry.size), 0, math.prod(entry.size)
     for offsets, sizes in {(chunk.offsets, chunk.sizes) for chunk in entry.chunks}:
         fits = len(offsets) == len(sizes) == len(size) and all(map(le, map(add, offsets, sizes), size))
-        if not fits:
-            raise ValueError(f"a part of {key} is not in the tensor of shape {size}")
+        _require(fits, f"a part of {key} is not in the tensor of shape {size}")
         saved += math.prod(sizes)
-    # torch refuses to save parts that overlap, so comparing numbers of elements is enough.
+    # torch refuses to save pieces that overlap, so comparing numbers of elements is enough.
     _require(saved == needed, f"{saved} of the {needed} elements of {key} were saved")
 
 
@@ -344,24 +337,6 @@ def _require(holds: bool, problem: str) -> None:
 
 def _are_sizes(sizes: Iterable[Any]) -> bool:
     return all(type(size) is int and size >= 0 for size in sizes)
-
-
-def _is_chunk(chunk: Any) -> bool:
-    return isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)
-
-
-def _is_step(step: Any, limit: int) -> bool:
-    """Whether ``step`` is a key, or an index of a list that fits into a checkpoint of ``limit`` values."""
-    return isinstance(step, str) or (type(step) is int and 0 <= step < limit)
-
-
-def _least_sizes(metadata: Metadata) -> dict[str, int]:
-    """Return the minimum size of each file."""
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        _require(isinstance(info.relative_path, str), f"{info.relative_path!r} is not a file name")
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    return ends
 
 
 # ---- Writing a folder, and renaming it into place
@@ -388,7 +363,6 @@ def partial_of(folder: Path) -> Path:
 
 
 def new_token() -> str:
-    """Return a name that no other save has."""
     return f"save-{uuid.uuid4().hex}"
 
 
@@ -409,7 +383,14 @@ def begin_folder(folder: Path, token: str) -> None:
             raise MisuseRuntimeError(
                 f"{partial}, where {folder.name} is written first, exists and is not an interrupted save: move it away"
             )
-        _throw_away(partial)
+        # The marker of earlier versions comes last: until then it distinguishes the folder from a user's.
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == UNFINISHED):
+            if _is_ours(path):
+                bury(path, partial)  # another job may be writing to it, and would keep writing while it is deleted
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     (partial / token).mkdir(parents=True)
 
 
@@ -422,18 +403,14 @@ def sweep(folder: Path) -> None:
     for partial in folder.glob("*.partial"):
         with contextlib.suppress(OSError):  # another rank sweeps too
             found = [path for path in partial.iterdir() if _is_ours(path)]
-            ended = {path.name[-32:] for path in found if path.name.startswith("meet-") and _have_all_ended(path)}
+            # All ranks that wrote have ended if nobody holds their locks.
+            locks = {path.name[-32:]: path.glob("*.lock") for path in found if path.name.startswith("meet-")}
+            ended = {name for name, of_save in locks.items() if {*map(is_lock_held, of_save)} == {False}}
             for path in sorted(found, reverse=True):  # the files before the locks, which tell that their save has ended
                 if path.name.startswith("dead-") or path.name[-32:] in ended:
                     shutil.rmtree(path, ignore_errors=True)
             if found:  # else a save may be about to begin
                 partial.rmdir()
-
-
-def _have_all_ended(meeting: Path) -> bool:
-    """Whether all ranks that wrote have ended, as their locks tell."""
-    locks = [*meeting.glob("*.lock")]
-    return bool(locks) and all(is_lock_held(lock) is False for lock in locks)
 
 
 def hold_lock(path: Path) -> int:
@@ -467,21 +444,12 @@ def is_lock_held(path: Path) -> bool | None:
         return None
 
 
-def _throw_away(partial: Path) -> None:
-    """Empty the folder of an interrupted save."""
-    # The marker of earlier versions comes last: until then it distinguishes the folder from a user's.
-    found = sorted(partial.iterdir(), key=lambda path: path.name == UNFINISHED)
-    for path in found:
-        if _is_ours(path):
-            # Rename it first: another job may be writing to it, and would keep writing while it is deleted.
-            dead = partial / f"dead-{uuid.uuid4().hex}"
-            with contextlib.suppress(FileNotFoundError):  # finished, or deleted by a third job
-                path.rename(dead)
-                shutil.rmtree(dead)
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def bury(path: Path, partial: Path) -> None:
+    """Delete a folder that others may use: renamed first, so that they find it whole or not at all."""
+    dead = partial / f"dead-{uuid.uuid4().hex}"
+    with contextlib.suppress(FileNotFoundError):  # finished, or deleted by another job or rank
+        path.rename(dead)
+        shutil.rmtree(dead)
 
 
 def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None = None) -> None:
@@ -496,40 +464,29 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
     partial = partial_of(folder)
     mine = partial / token
     if not mine.is_dir():
-        raise lost_to_another(folder, files_gone(mine))
+        raise lost_to_another(folder, mine)
     if manifest is not None:
         (mine / MANIFEST).write_text(as_text(manifest))
         sync(mine / MANIFEST)
     sync(mine)
     try:
-        _rename_to_new(mine, folder)
-    except FileExistsError:
-        raise lost_to_another(folder, f"{folder} exists now, and was not touched") from None
-    except FileNotFoundError:
-        raise lost_to_another(folder, files_gone(mine)) from None
+        if os.path.lexists(folder):  # renaming would replace an empty folder
+            raise FileExistsError
+        mine.rename(folder)
+    except OSError as error:
+        if os.path.lexists(folder):  # maybe created since: systems report that differently (not empty, no directory)
+            raise lost_to_another(folder, None) from None
+        if isinstance(error, FileNotFoundError):
+            raise lost_to_another(folder, mine) from None
+        raise
     sync(folder.parent)
     with contextlib.suppress(OSError):  # another save may have begun there
         partial.rmdir()
 
 
-def _rename_to_new(source: Path, folder: Path) -> None:
-    """Rename ``source`` to ``folder``. Raises FileExistsError, and changes nothing, if that name exists."""
-    if os.path.lexists(folder):  # renaming would replace an empty folder
-        raise FileExistsError(str(folder))
-    try:
-        source.rename(folder)
-    except OSError:
-        if os.path.lexists(folder):  # created since; systems report that differently (not empty, not a directory)
-            raise FileExistsError(str(folder)) from None
-        raise
-
-
-def files_gone(path: Path) -> str:
-    return f"its files in {path} are gone"
-
-
-def lost_to_another(folder: Path, found: str) -> MisuseRuntimeError:
-    """The error of a save that another one has replaced, or come before."""
+def lost_to_another(folder: Path, mine: Path | None) -> MisuseRuntimeError:
+    """The error of a save that another one has replaced, whose files ``mine`` are gone, or come before (``None``)."""
+    found = f"{folder} exists now, and was not touched" if mine is None else f"its files in {mine} are gone"
     return MisuseRuntimeError(
         f"another job saves to {folder} too: {found}. This save stops and does not touch the other job's files. Let "
         "each job save to its own folders"
@@ -648,33 +605,19 @@ def _damaged(folder: Path, error: Exception) -> CheckpointDamagedError:
     )
 
 
-def refuse_damage(contents: Contents, part: int, num_parts: int) -> None:
-    """Raise CheckpointDamagedError if every ``num_parts``-th file, starting with number ``part``, is damaged."""
-    for name in sorted(contents.files)[part::num_parts]:
-        found = _damage_of(contents.folder / name, *contents.files[name])
-        if found:
-            raise CheckpointDamagedError(found)
-
-
-def refuse_missing_files(contents: Contents) -> None:
-    """Raise CheckpointDamagedError unless all files are there, with the sizes that they were written with."""
-    for name, of in contents.files.items():
-        if found := _size_problem(contents.folder / name, *of):
-            raise CheckpointDamagedError(found)
-
-
-def _damage_of(path: Path, size: int, total: int | None) -> str:
-    if problem := _size_problem(path, size, total):
-        return problem
-    if total is not None and checksum(path) != total:
-        return f"{path} is not as it was written (its checksum differs). Load an earlier checkpoint"
-    return ""
-
-
-def _size_problem(path: Path, size: int, total: int | None) -> str:
-    if not path.is_file():
-        return f"{path} is missing: the checkpoint is damaged. Load an earlier one"
-    found = path.stat().st_size
-    if found < size or (total is not None and found != size):
-        return f"{path} has {found} bytes, but {size} were written: the checkpoint is damaged. Load an earlier one"
-    return ""
+def refuse_damage(contents: Contents, first: int = 0, step: int = 1, compares_checksums: bool = True) -> None:
+    """Raise CheckpointDamagedError if every ``step``-th file, starting with number ``first``, is damaged: missing, or
+    not of the size or with the checksum with which it was written."""
+    for name in sorted(contents.files)[first::step]:
+        path, (size, total) = contents.folder / name, contents.files[name]
+        if not path.is_file():
+            raise CheckpointDamagedError(f"{path} is missing: the checkpoint is damaged. Load an earlier one")
+        found = path.stat().st_size
+        if found < size or (total is not None and found != size):
+            raise CheckpointDamagedError(
+                f"{path} has {found} bytes, but {size} were written: the checkpoint is damaged. Load an earlier one"
+            )
+        if compares_checksums and total is not None and checksum(path) != total:
+            raise CheckpointDamagedError(
+                f"{path} is not as it was written (its checksum differs). Load an earlier checkpoint"
+            )

@@ -31,10 +31,8 @@ from ..extension import (
     RaggedDTensor,
     StateDictOptions,
     Target,
-    entries_of,
     gather_values,
     local_of,
-    plan_model,
 )
 from .folders import METADATA, abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
 
@@ -49,15 +47,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the library's limit
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The tensors of each file, in the order in which they are gathered."""
-
-    files: dict[str, list[str]]
-    total_bytes: int
-
-
-def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
+def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
     """Fill files in order. A tensor that does not fit starts a new file; a larger tensor has a file of its own."""
     files: list[list[str]] = [[]]
     size = 0
@@ -68,9 +58,8 @@ def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
         files[-1].append(fqn)
         size += n
     if len(files) == 1:
-        return _Plan({SINGLE: files[0]}, sum(num_bytes.values()))
-    named = {f"model-{i:05d}-of-{len(files):05d}.safetensors": fqns for i, fqns in enumerate(files, 1)}
-    return _Plan(named, sum(num_bytes.values()))
+        return {SINGLE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": fqns for i, fqns in enumerate(files, 1)}
 
 
 @checked()
@@ -108,15 +97,16 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int | str =
         return tensors
 
     tensors = peers.attempt(begin, facts=lambda tensors: [str(folder), *tensors])
-    plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
+    num_bytes = {fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}
+    files = plan_files(num_bytes, max_file_bytes)
     problem: str | Exception = ""
     wholes = _stream(names, tensors, is_here)
-    for file, fqns in plan.files.items():
+    for file, fqns in files.items():
         content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
         if is_here and not problem:  # the other ranks keep gathering, and learn of a problem at the end
             problem = _problem_of(_write, partial_of(folder) / token / file, content)
     if is_here and not problem:
-        problem = _problem_of(_finish, folder, token, plan)
+        problem = _problem_of(_finish, folder, token, files, sum(num_bytes.values()))
     if is_here and problem:
         abandon_folder(folder, token)
     peers.agree([str(folder)], problem)
@@ -134,7 +124,7 @@ def _problem_of(function: Callable[..., Any], *arguments: Any) -> str | Exceptio
 def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
     """Return the tensors to save, in the order of the flat parameters. Raises RuntimeError if one cannot be saved."""
     chosen: dict[Any, dict[str, torch.Tensor]] = {}
-    for fqn, (_, value) in entries_of(names).items():
+    for fqn, (_, value) in names.entries().items():
         if not isinstance(value, torch.Tensor):
             raise MisuseRuntimeError(
                 f"{fqn} is a {type(value).__name__}, but safetensors files hold only tensors: save it by other means, "
@@ -149,8 +139,7 @@ def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
             found = value.layout if value.layout != torch.strided else value.dtype
             raise MisuseRuntimeError(f"{fqn} is {found}, which safetensors does not support: save it by other means")
         if names.aliases(fqn)[0] == fqn:
-            place = names.place(fqn)
-            chosen.setdefault(None if place is None else place[0], {})[fqn] = value
+            chosen.setdefault((names.place(fqn) or (None,))[0], {})[fqn] = value
     return {fqn: value for group in chosen.values() for fqn, value in group.items()}
 
 
@@ -158,12 +147,7 @@ def _stream(
     names: ModelNames, tensors: Mapping[str, torch.Tensor], is_here: bool
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every tensor whole, on the first rank, gathered a flat parameter at a time."""
-
-    def gathered_with(fqn: str) -> Any:
-        place = names.place(fqn)
-        return fqn if place is None else place[0]
-
-    for _, fqns in groupby(tensors, gathered_with):
+    for _, fqns in groupby(tensors, lambda fqn: (names.place(fqn) or (fqn,))[0]):
         batch = {(fqn, ""): tensors[fqn] for fqn in fqns}
         wholes = gather_values(names, batch, to_cpu=True, rank0_only=True, is_first=is_here)
         for key in batch:
@@ -186,14 +170,14 @@ def _write(path: Path, content: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _finish(folder: Path, token: str, plan: _Plan) -> None:
-    mine = partial_of(folder) / token
+def _finish(folder: Path, token: str, files: Mapping[str, list[str]], total_bytes: int) -> None:
+    index = partial_of(folder) / token / INDEX
     try:
-        if len(plan.files) > 1:
-            weight_map = {fqn: file for file, fqns in plan.files.items() for fqn in fqns}
-            index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
-            (mine / INDEX).write_text(json.dumps(index, indent=1))
-            sync(mine / INDEX)
+        if len(files) > 1:
+            weight_map = {fqn: file for file, fqns in files.items() for fqn in fqns}
+            content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            index.write_text(json.dumps(content, indent=1))
+            sync(index)
         finish_folder(folder, token)
     except OSError as error:
         raise MisuseRuntimeError(f"{folder} could not be written: {error}") from error
@@ -228,8 +212,17 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
 
     def plan_to_load() -> tuple[ModelPlan, dict[str, _Stored]]:
         found = _look_into(folder)
-        plan = plan_model(names, {fqn: item.described for fqn, item in found.items()}, StateDictOptions(strict=strict))
-        problem = _problem(plan)
+        described = {fqn: item.described for fqn, item in found.items()}
+        plan = ModelPlan.of(names, described, StateDictOptions(strict=strict))
+        problem = plan.problem or list_problems(
+            "the files hold other kinds of numbers than the model",
+            [
+                f"{fqn}: the files hold {plan.given[fqn].dtype}, which {target.like.dtype} cannot represent"
+                for fqn, target in plan.targets.items()
+                if not _is_faithful(plan.given[fqn].dtype, target.like.dtype)
+            ],
+            "Convert one of them first: quantized or packed weights must be unpacked by the library that packed them",
+        )
         if problem:
             raise MisuseRuntimeError(problem)
         return plan, found
@@ -247,19 +240,6 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
 class _Stored:
     path: Path
     described: Described
-
-
-def _problem(plan: ModelPlan) -> str:
-    """Return why the files cannot be loaded; empty if they can."""
-    return plan.problem or list_problems(
-        "the files hold other kinds of numbers than the model",
-        [
-            f"{fqn}: the files hold {plan.given[fqn].dtype}, which {target.like.dtype} cannot represent"
-            for fqn, target in plan.targets.items()
-            if not _is_faithful(plan.given[fqn].dtype, target.like.dtype)
-        ],
-        "Convert one of them first: quantized or packed weights must be unpacked by the library that packed them",
-    )
 
 
 def _is_faithful(found: torch.dtype, wanted: torch.dtype) -> bool:
@@ -305,7 +285,6 @@ def _look_into(folder: Path) -> dict[str, _Stored]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read the file name of each tensor from the index."""
     try:
         weight_map = json.loads(path.read_text(), object_pairs_hook=_without_twins)["weight_map"]
         if not isinstance(weight_map, dict):
@@ -338,20 +317,16 @@ def _read_header(path: Path) -> dict[str, Described]:
         raise CheckpointDamagedError(f"{path} is damaged: {text_of(error)}") from error
     try:
         with safe_open(path, framework="pt") as opened:
-            return {fqn: _describe(opened, fqn) for fqn in opened.keys()}
+            slices = {fqn: opened.get_slice(fqn) for fqn in opened.keys()}
+            return {fqn: Described(tuple(of.get_shape()), _DTYPES[of.get_dtype()]) for fqn, of in slices.items()}
     except KeyError as error:
         raise RuntimeError(f"{path} holds a tensor of type {error}, which is not supported") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointDamagedError(f"{path} is damaged, or was not completely written: {error}") from error
 
 
-def _describe(file: Any, fqn: str) -> Described:
-    header = file.get_slice(fqn)
-    return Described(tuple(header.get_shape()), _DTYPES[header.get_dtype()])
-
-
 def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
-    """Read this rank's part of a stored tensor into new memory."""
+    """Read this rank's shard of a stored tensor into new memory."""
     from safetensors import safe_open
 
     like = target.like

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,27 +33,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .._arguments import checked
-from .._nested import Path, leaves_of, map_leaves, put_leaf
-from .._torch import non_persistent_buffers
+from .._nested import PARAMS, Path, leaves_of, map_leaves, put_leaf
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..extension import (
     FlatParamHandle,
     ModelNames,
     Optimizers,
-    first_difference,
     kept_for,
     listed,
     local_elements,
     local_of,
     never_traced,
     note_write_of_all_ranks,
-    refuse_sleeping,
     states_to_run,
-    streams_of,
 )
 
 _LAYOUT, _NUMBERS = "layout", "hyperparameters"
-_PARAMS = "params"
 
 # ---- Steps of an optimizer, and readings of its state, exclude each other
 
@@ -156,11 +152,7 @@ class Shards:
         managed = {id(param) for handle in self._handles() for param in handle.sharded_params}
         self._names = names
         self._others = {fqn: p for fqn, p in names.parameters.items() if id(p) not in managed}
-        self._buffers = [
-            (fqn, module._buffers, name)
-            for fqn, module, name in names.slots("_buffers")
-            if name not in non_persistent_buffers(module)
-        ]
+        self._buffers = [(fqn, module._buffers, name) for fqn, module, name in names.slots("_buffers", persistent=True)]
         for path, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise MisuseTypeError(
@@ -199,9 +191,8 @@ class Shards:
                 found |= item.tensors
             found[_NUMBERS] = _as_tensor(json.dumps({item.name: item.numbers for item in leaves}))
             for kind in {tensor.device for tensor in found.values()}:  # steps may run on a stream of their own
-                module = streams_of(kind)
-                if module is not None:
-                    module.synchronize(kind)
+                if kind.type not in ("cpu", "meta"):
+                    torch.get_device_module(kind).synchronize(kind)
             return {key: tensor.detach().to(device or tensor.device, copy=True) for key, tensor in found.items()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -247,7 +238,8 @@ class Shards:
         return [handle for state in self._states for handle in state._handles]
 
     def _refuse_absent(self) -> None:
-        refuse_sleeping(self._states)
+        for state in self._states:
+            state.refuse_sleeping()
         for handle in self._handles():
             if handle.summoned is not None:
                 raise MisuseRuntimeError(
@@ -260,9 +252,18 @@ class Shards:
                 )
 
     def _flats(self) -> list[torch.Tensor]:
-        """This rank's part of each flat parameter; where parameters were given other memory (``p.data = ...``), a copy
+        """This rank's shard of each flat parameter; where parameters were given other memory (``p.data = ...``), a copy
         of what is there."""
-        return [handle.shard if not handle.was_moved() else _flat_copy(handle) for handle in self._handles()]
+        flats = []
+        for handle in self._handles():
+            flat = handle.shard
+            if handle.was_moved():
+                locals_ = [local_elements(param) for param in handle.sharded_params]
+                flat = torch.zeros(handle.shard_numel, dtype=locals_[0].dtype, device=locals_[0].device)
+                for view, local in zip(handle.locals_of(flat), locals_, strict=True):
+                    view.copy_(local)
+            flats.append(flat)
+        return flats
 
     def _tensors(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {f"flat.{i}": flat for i, flat in enumerate(flats)}
@@ -278,8 +279,8 @@ class Shards:
         for i, optimizer in enumerate(self._optimizers):
             called, params = type(optimizer).__name__, []
             for j, group in enumerate(optimizer.param_groups):
-                params += group[_PARAMS]
-                others = {key: value for key, value in group.items() if key != _PARAMS}
+                params += group[PARAMS]
+                others = {key: value for key, value in group.items() if key != PARAMS}
                 found.append(_Leaves(others, f"optimizer.{i}.group.{j}", f"parameter group {j} of the {called}", group))
             for j, param in enumerate(params):
                 state = optimizer.state.get(param, {})
@@ -322,7 +323,7 @@ class Shards:
             yield f"buffer {fqn}: {None if buffer is None else (tuple(local_of(buffer).shape), buffer.dtype)}"
         for optimizer in self._optimizers:
             for j, group in enumerate(optimizer.param_groups):
-                params = [(self._called(param), tuple(param.shape), str(param.dtype)) for param in group[_PARAMS]]
+                params = [(self._called(param), tuple(param.shape), str(param.dtype)) for param in group[PARAMS]]
                 yield f"{type(optimizer).__name__}, group {j}: {len(params)} parameters ({_digest(params)})"
 
     # ---- Loading an optimizer
@@ -367,14 +368,6 @@ class Shards:
         plan.last.append(put)
 
 
-def _flat_copy(handle: FlatParamHandle) -> torch.Tensor:
-    locals_ = [local_elements(param) for param in handle.sharded_params]
-    flat = torch.zeros(handle.shard_numel, dtype=locals_[0].dtype, device=locals_[0].device)
-    for view, local in zip(handle.locals_of(flat), locals_, strict=True):
-        view.copy_(local)
-    return flat
-
-
 def _digest(facts: object) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
@@ -392,7 +385,6 @@ class _Plan:
         self.last: list[Callable[[], None]] = []  # called at the end
 
     def copy(self, key: str, target: torch.Tensor) -> None:
-        """Plan to copy the tensor of this name."""
         given = self._take(key)
         if given is None:
             return
@@ -434,7 +426,6 @@ class _Plan:
         return found
 
     def finish(self, unknown: Mapping[str, object]) -> None:
-        """Do everything, or raise."""
         self.problems += [f"{name} is unknown here" for name, numbers in unknown.items() if numbers]
         self.problems += [f"{key} is unknown here" for key in self._state if key not in self._used]
         if self.problems:
@@ -453,8 +444,8 @@ def _refuse_other_layout(ours: torch.Tensor, state: Mapping[str, torch.Tensor]) 
         raise MisuseTypeError(f"Shards.load(): expected what Shards.state() returns, got {type(state).__name__}")
     if torch.equal(given.cpu(), ours):
         return
-    difference = first_difference(_as_text(given).split("\n"), _as_text(ours).split("\n"))
-    _, theirs, here = difference or (0, "", "")
+    lines = zip_longest(_as_text(given).split("\n"), _as_text(ours).split("\n"), fillvalue="")
+    theirs, here = next((pair for pair in lines if pair[0] != pair[1]), ("", ""))
     raise MisuseRuntimeError(
         f"Shards.load(): the state was taken from another layout, with\n  {theirs or 'nothing more'}\nwhere this rank "
         f"has\n  {here or 'nothing more'}\nNothing was changed. The two must be sharded, trained and numbered alike; "

@@ -10,6 +10,7 @@ import io
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, takewhile
 from math import prod
 from typing import Any
@@ -23,28 +24,22 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
 from torch.distributed.tensor import DTensor
 
-from .._nested import Path, leaves_of, put_leaf
+from .._nested import GROUPS, PARAMS, STATE, Path, is_flattened, leaves_of, longest_prefix, put_leaf
 from .._torch import dedup_save_plans, plan_errors
 from ..errors import MisuseError
 from ..extension import (
-    GROUPS,
-    PARAMS,
-    STATE,
     CompositeDTensor,
     PlaceState,
-    StateKind,
     digests_of,
-    is_flattened,
     is_shared_name,
-    longest_prefix,
-    pending_state,
+    pending_like,
     says_what_it_holds,
 )
 from .values import is_beside, is_of_one_rank, is_optimizer_dict, optimizer_dicts, read_value
 
 # ---- Checking that the ranks' chunks make up whole tensors, by sorting intervals instead of comparing boxes.
 #
-# A rank's part of a tensor that is sharded by rows or elements consists of boxes that are ranges of the flattened
+# A rank's shard of a tensor that is sharded by rows or elements consists of boxes that are ranges of the flattened
 # tensor. Sorted by their starts, ranges overlap only with their neighbors. torch's own check compares all boxes that
 # overlap in the longest dimension. For a stack of experts that is sharded between elements these are all boxes, and
 # the first rank's time grows with the square of the number of ranks (12.8 s a layer at 4,096, torch 2.13).
@@ -60,8 +55,16 @@ def problems_of(plans: list[SavePlan], metadata: Metadata) -> list[str]:
         known = [item for item in ranges if item is not None]
         if len(known) < len(ranges):  # boxes across the tensor, or outside of it
             found += plan_errors(plans, Metadata({key: tensor}))
-        else:
-            found += _problems_of_ranges(key, prod(tensor.size), known, is_whole=len(plans) > 1)
+            continue
+        filled = sorted(item for item in known if item[0] < item[1])
+        found += [
+            f"{key}: two ranks write the elements {start} to {min(stop, next_stop) - 1} of the flattened tensor"
+            for (_, stop), (start, next_stop) in pairwise(filled)
+            if start < stop
+        ]
+        numel, written = prod(tensor.size), sum(stop - start for start, stop in filled)
+        if len(plans) > 1 and written != numel:
+            found.append(f"{key}: {written} elements are written, but the tensor has {numel}")
     return found
 
 
@@ -81,19 +84,6 @@ def _range_of(shape: Sequence[int], chunk: ChunkStorageMetadata) -> tuple[int, i
         start += offset * stride
         stride *= whole
     return start, start + prod(sizes)
-
-
-def _problems_of_ranges(key: str, numel: int, ranges: list[tuple[int, int]], is_whole: bool) -> list[str]:
-    filled = sorted(item for item in ranges if item[0] < item[1])
-    found = [
-        f"{key}: two ranks write the elements {start} to {min(stop, next_stop) - 1} of the flattened tensor"
-        for (_, stop), (start, next_stop) in pairwise(filled)
-        if start < stop
-    ]
-    written = sum(stop - start for start, stop in filled)
-    if is_whole and written != numel:
-        found.append(f"{key}: {written} elements are written, but the tensor has {numel}")
-    return found
 
 
 # ---- The planners
@@ -274,6 +264,7 @@ class _Saved:
         groups, state: paths of values in the optimizer's dict, by key in the checkpoint.
         tensors: the model's tensors, by FQN.
         name: the dict's name, for messages.
+        place: returns a place for a whole value, by its key.
     """
 
     def __init__(
@@ -283,9 +274,10 @@ class _Saved:
         tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]],
         place_state: PlaceState | None,
     ) -> None:
-        self._place_state = place_state
-        self._metadata, self.tensors, self.name = metadata, _by_name(tensors, path), ".".join(path)
-        prefix = "".join(f"{part}." for part in path)
+        self._metadata, self._place_state = metadata, place_state
+        self.tensors, self.name = _by_name(tensors, path), ".".join(path)
+        self.place = partial(_whole_place, metadata)
+        prefix = "".join(f"{step}." for step in path)
         paths = {
             key: tuple((metadata.planner_data or {})[key][len(path) :])
             for key in metadata.state_dict_metadata
@@ -293,9 +285,6 @@ class _Saved:
         }
         self.groups = {key: at for key, at in paths.items() if at[0].startswith(GROUPS)}
         self.state = {key: at for key, at in paths.items() if key not in self.groups}
-
-    def place(self, key: str) -> Any:
-        return _whole_place(self._metadata, key)
 
     def state_place(self, key: str, fqn: str, rest: Sequence[Any], entries: Mapping[str, Any]) -> Any:
         """Return a value to load a parameter's state into: the present one if it fits, or a placeholder sharded like
@@ -320,8 +309,7 @@ class _Saved:
         if like is not None and len(rest) > 1:  # in a list, say, which is copied as a whole
             return torch.zeros_like(like, dtype=saved.properties.dtype)
         if like is not None:
-            kind = StateKind((True,) * like.dim(), saved.properties.dtype, like.device)
-            return pending_state(like, {key: kind})[key]
+            return pending_like(like, saved.properties.dtype)
         if fqn not in self.tensors and not is_shared_name(fqn) and dist.is_initialized() and dist.get_world_size() > 1:
             raise MisuseError(
                 f"the checkpoint holds {key}, of shape {tuple(saved.size)}, but the optimizer has no such state before "
@@ -513,7 +501,7 @@ def optimizer_digests(state: Any, path: Path = ()) -> dict[str, str]:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether this rank has the whole value: a plain tensor not marked as a part, or not a tensor."""
+    """Whether this rank has the whole value: a plain tensor not marked as a piece, or not a tensor."""
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, torch.nn.Parameter) and not says_what_it_holds(value)
     return not hasattr(value, "__create_write_items__")
@@ -610,7 +598,10 @@ def read_cut_otherwise(
     targets = getattr(planner, "state_dict", {})
     others, wanted = list[ReadItem](), dict[str, list[ReadItem]]()
     for item in plan.items:
-        target, sizes = targets.get(item.dest_index.fqn), _saved_sizes(item, metadata)
+        target, index = targets.get(item.dest_index.fqn), item.storage_index
+        entry: Any = metadata.state_dict_metadata[index.fqn]
+        # Those of the stored tensor; the item may want less of it.
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
         if isinstance(target, CompositeDTensor) and not (item.lengths == sizes == target.local_shape):
             whole = replace(item, storage_offsets=torch.Size([0] * len(sizes)), lengths=sizes)
             wanted.setdefault(item.dest_index.fqn, []).append(whole)
@@ -619,24 +610,15 @@ def read_cut_otherwise(
     for fqn, items in wanted.items():
         pieces = _Pieces()
         read(replace(plan, items=items), pieces)
-        targets[fqn].write_rows(pieces.in_order())
+        targets[fqn].write_rows(sorted(pieces.by_row.items()))
     return replace(plan, items=others) if wanted else plan
 
 
-def _saved_sizes(item: ReadItem, metadata: Metadata) -> torch.Size:
-    """Return the sizes of the stored tensor; the item may want a part of it."""
-    entry: Any = metadata.state_dict_metadata[item.storage_index.fqn]
-    sizes: torch.Size = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-    return sizes
-
-
 class _Piece:
-    """Takes the place of a tensor that a reader copies into; keeps the tensor that was read."""
+    """Takes the place of a tensor that a reader copies into; ``keep`` gets the tensor that was read."""
 
-    read: torch.Tensor
-
-    def __init__(self, size: torch.Size) -> None:
-        self._size = size
+    def __init__(self, size: torch.Size, keep: Callable[[torch.Tensor], None]) -> None:
+        self._size, self.copy_ = size, keep
 
     def size(self) -> torch.Size:
         return self._size
@@ -644,24 +626,16 @@ class _Piece:
     def detach(self) -> _Piece:
         return self
 
-    def copy_(self, read: torch.Tensor) -> None:
-        self.read = read
-
 
 class _Pieces:
-    """Takes the place of a planner, for the pieces of one parameter."""
+    """Takes the place of a planner, for the pieces of one parameter, and has them by their first row."""
 
     def __init__(self) -> None:
-        self._by_row: dict[int, _Piece] = {}
+        self.by_row: dict[int, torch.Tensor] = {}
 
     def resolve_tensor(self, item: ReadItem) -> _Piece:
         assert item.storage_index.offset is not None
-        piece = self._by_row[item.storage_index.offset[0]] = _Piece(item.lengths)
-        return piece
+        return _Piece(item.lengths, partial(self.by_row.__setitem__, item.storage_index.offset[0]))
 
     def commit_tensor(self, *_: Any) -> None:
-        """Do nothing: the piece keeps the tensor."""
-
-    def in_order(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the pieces that were read, each with its first row."""
-        return [(row, self._by_row[row].read) for row in sorted(self._by_row)]
+        """Do nothing: the piece is kept."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import time
-import uuid
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +23,15 @@ from .folders import (
     METADATA,
     UNFINISHED,
     Saved,
+    bury,
+    is_lock_held,
     local_folder,
     partial_of,
     read_lists,
-    refuse_missing_files,
+    refuse_damage,
     sweep,
     understood,
 )
-from .writer import is_being_written
 
 _PAUSE = 0.1  # seconds between looks
 
@@ -63,7 +62,8 @@ def latest(
         if not peers.is_first:
             return ""
         ends = time.monotonic() + wait_for_saves
-        while time.monotonic() < ends and any(map(is_being_written, folder.glob("*.partial/meet-*"))):
+        # While the first rank's writer works on a save, or its trainer is about to ask it to.
+        while time.monotonic() < ends and any(map(is_lock_held, folder.glob("*.partial/meet-*/0.lock"))):
             time.sleep(_PAUSE)
         return _newest(_found(folder, "latest()"))
 
@@ -89,13 +89,9 @@ def keep(folder: str | Path, last: int = 3) -> list[Path]:
         raise MisuseError(f"keep(): last is {last}, but at least one checkpoint must stay")
     old = _too_old(_found(local_folder(folder), "keep()"), last)
     for path in old:
-        # Renamed first: a deletion that is interrupted leaves no checkpoint that lacks files.
-        partial = partial_of(path)
-        dead = partial / f"dead-{uuid.uuid4().hex}"
+        partial = partial_of(path)  # where an interrupted deletion leaves no checkpoint that lacks files
         partial.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another rank deletes it
-            path.rename(dead)
-            shutil.rmtree(dead)
+        bury(path, partial)
         with contextlib.suppress(OSError):  # a save has begun there
             partial.rmdir()
     sweep(local_folder(folder))
@@ -165,9 +161,9 @@ def _found(folder: Path, call: str) -> list[_Checkpoint]:
             if UNFINISHED in names or not any(name.endswith((MANIFEST, METADATA, ".distcp")) for name in names):
                 continue
             contents = understood(path, read_lists(path), allow_pickle=False)
-            refuse_missing_files(contents)
-            parts = re.split(r"(\d+)", contents.saved.name if contents.saved else path.resolve().name)
-            name = tuple(int(part) if part.isdecimal() else part for part in parts)
+            refuse_damage(contents, compares_checksums=False)
+            texts = re.split(r"(\d+)", contents.saved.name if contents.saved else path.resolve().name)
+            name = tuple(int(text) if text.isdecimal() else text for text in texts)
             found.append(_Checkpoint(path, contents.saved, name))
         except (OSError, RuntimeError) as error:
             if os.path.lexists(path):  # else another rank deletes it

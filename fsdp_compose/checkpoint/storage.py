@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.optim.optimizer import Optimizer
 from torch.utils.serialization import config as serialization
 
 from .._arguments import checked
@@ -40,11 +39,11 @@ from ..errors import FSDPComposeError, MisuseRuntimeError, MisuseTypeError, Rank
 from ..extension import (
     Optimizers,
     Peers,
+    StateDictOptions,
     Target,
-    as_options,
-    empty_on,
     get_model_state_dict,
     get_state_dict,
+    listed,
     load_into,
     noticing_loss,
     set_model_state_dict,
@@ -111,7 +110,7 @@ class Told(RuntimeError):
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Inside this context, convert errors to ``Told``, so that they can be sent to the other ranks."""
+    """Inside this context, convert errors to ``Told``."""
     try:
         yield
     except Told:
@@ -121,7 +120,6 @@ def telling() -> Iterator[None]:
 
 
 def _with_reason(error: Exception) -> str:
-    """Format an error with the system error behind it."""
     # When a disk is full, the error of torch's writer only has positions in a file; why is in an earlier one.
     text, earlier = text_of(error), cast(BaseException | None, error)
     while earlier is not None and not isinstance(earlier, OSError):
@@ -184,21 +182,18 @@ class _Checking:
                 return
             plain = read_value(value)
         except pickle.UnpicklingError as error:
-            raise MisuseRuntimeError(self._why(item, error)) from None
+            found = _GLOBAL.search(str(error))
+            what = f"refers to {found[1]}" if found else "is not a plain value"
+            raise MisuseRuntimeError(
+                f"{item.storage_index.fqn} in {self._contents.folder} {what}: unpickling it could run any code. Load "
+                "with allow_pickle=True if nobody else could have written there, name it to torch.serialization."
+                "add_safe_globals(), or save only tensors, numbers, strings and plain containers of them. Nothing was "
+                "changed"
+            ) from None
         harmless = io.BytesIO()  # saved anew: two pickle readers may read the same bytes differently
         torch.save(plain, harmless)
         harmless.seek(0)
         self._planner.load_bytes(item, harmless)
-
-    def _why(self, item: ReadItem, error: pickle.UnpicklingError) -> str:
-        found = _GLOBAL.search(str(error))
-        what = f"refers to {found[1]}" if found else "is not a plain value"
-        return (
-            f"{item.storage_index.fqn} in {self._contents.folder} {what}: unpickling it could run any code. Load with "
-            "allow_pickle=True if nobody else could have written there, name it to torch.serialization."
-            "add_safe_globals(), or save only tensors, numbers, strings and plain containers of them. Nothing was "
-            "changed"
-        )
 
 
 # ---- ``save`` and ``load``
@@ -289,7 +284,7 @@ def begin_save(
                 raise MisuseRuntimeError(f"{folder} cannot be written: {_with_reason(error)}") from error
         return state, [*paths_of_numbers(plain)], keys, digests
 
-    token = new_token()
+    token = new_token()  # the first rank's, which makes the folder, counts for all: ``told``
     with abandoning(peers, Begun({}, [], folder, token, None)):
         begun = peers.attempt(begin, facts=lambda made: [str(folder), *made[0]])
         state, numbers, keys, digests = begun
@@ -313,10 +308,7 @@ def abandoning(peers: Peers, begun: Begun) -> Iterator[None]:
 @contextmanager
 def completing(peers: Peers, folder: Path) -> Iterator[None]:
     """Inside this context, errors of collectives say that the checkpoint was not completed."""
-    with (
-        _explaining_failures(peers, lambda _: f"{folder} was not completed"),
-        _noticing_loss(peers),
-    ):
+    with _explaining_failures(peers, lambda _: f"{folder} was not completed"), _noticing_loss(peers):
         yield
 
 
@@ -343,19 +335,24 @@ def _noticing_loss(peers: Peers) -> AbstractContextManager[None]:
     return nullcontext() if peers.group is None else noticing_loss(peers.group, f"a collective of {peers.call}")
 
 
+def to_first(peers: Peers, begun: Begun, own: Any) -> list[Any]:
+    """Return every rank's ``own`` on the first rank."""
+    brought: list[Any] = [own]
+    if peers.several:
+        brought = [None] * peers.size
+        with completing(peers, begun.folder):
+            dist.gather_object(own, brought if peers.is_first else None, group=peers.group, group_dst=0)
+    return brought
+
+
 def _complete(writer: FolderWriter, begun: Begun, peers: Peers) -> None:
     """Verify the files that all ranks wrote, and rename the folder into place."""
-    mine = (writer.entries, begun.numbers)
-    parts: list[Any] = [mine]
-    if peers.several:
-        parts = [None] * peers.size
-        with completing(peers, begun.folder):
-            dist.gather_object(mine, parts if peers.is_first else None, group=peers.group, group_dst=0)
+    brought = to_first(peers, begun, (writer.entries, begun.numbers))
 
     def finish() -> None:
         if peers.is_first:
-            files = {name: entry for part, _ in parts for name, entry in part.items()}
-            finish_save(writer, begun.folder, begun.token, files, [path for _, paths in parts for path in paths])
+            files = {name: entry for entries_of_rank, _ in brought for name, entry in entries_of_rank.items()}
+            finish_save(writer, begun.folder, begun.token, files, [path for _, paths in brought for path in paths])
             end_meeting(begun.folder, begun.token)
 
     peers.attempt(finish)
@@ -528,7 +525,7 @@ def _give_memory(state: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _give_memory(value)
         elif isinstance(value, torch.Tensor) and value.is_meta:
-            state[key] = empty_on(value, Target(value).device)
+            state[key] = Target(value).empty()
 
 
 class FolderWriter(FileSystemWriter):
@@ -548,15 +545,11 @@ class FolderWriter(FileSystemWriter):
         super().__init__(folder, sync_files=True)
         self.fs.create_stream = self._create_stream  # type: ignore[assignment,method-assign]
         self.entries: dict[str, list[int]] = {}
-        self._lock, self._held = lock, -1
+        self.folder, self._lock, self._held = folder, lock, -1
 
     def close(self) -> None:
         if self._held >= 0:
             os.close(self._held)
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.path)
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:
         # Without torch's checksums, which torch never compares.
@@ -624,11 +617,13 @@ def resume(
     """
     if "optimizer" in others:
         raise MisuseTypeError("resume(): pass the optimizer by position: resume(folder, model, optimizer)")
-    trained = [] if optimizers is None else [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+    trained = [] if optimizers is None else listed(optimizers)
 
     def check(loaded: dict[str, Any]) -> None:
         given = None if optimizers is None else trained
-        load_into("resume()", model, given, loaded["model"], loaded.get("optimizer"), as_options(None), only_check=True)
+        load_into(
+            "resume()", model, given, loaded["model"], loaded.get("optimizer"), StateDictOptions(), only_check=True
+        )
 
     planner = LoadPlanner(allow_pickle=False, place_state=state_placer(model, trained), check=check)
     if optimizers is None:

@@ -21,9 +21,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from .._nested import Path, leaves_of, map_leaves
+from .._nested import GROUPS, STATE, Path, is_flattened, leaves_of, map_leaves
 from ..errors import MisuseError
-from ..extension import GROUPS, STATE, Peers, digests_of, is_flattened, says_what_it_holds
+from ..extension import Peers, digests_of, says_what_it_holds
 
 # ---- Reading values. Arrays are made from bytes here: NumPy's own functions trust the dtype that a pickle describes.
 
@@ -51,11 +51,10 @@ class _Array:
         self.read = np.frombuffer(content, kind.read).reshape(shape, order="F" if by_columns else "C").copy()
 
 
-def _number(kind: _Type, content: bytes) -> Any:
-    return np.frombuffer(content, kind.read)[0]
-
-
-_NUMPY = {"multiarray.scalar": _number, "multiarray._reconstruct": _Array}
+_NUMPY: dict[str, Any] = {
+    "multiarray.scalar": lambda kind, content: np.frombuffer(content, kind.read)[0],
+    "multiarray._reconstruct": _Array,
+}
 _HARMLESS: list[Any] = [
     (_Type, "numpy.dtype"),
     (_Array, "numpy.ndarray"),
@@ -114,7 +113,6 @@ _OF_JOB = ("model", "optimizer")  # names whose values are those of a model or a
 
 
 def is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
-    """Whether ``state`` is an optimizer dict."""
     # Keys under ``state.`` are not enough: that may be the name of a submodule.
     has_groups = any(str(key).startswith(f"{GROUPS}.") for key in state)
     return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and has_groups)
@@ -136,25 +134,25 @@ def is_beside(name: str, value: Any) -> bool:
     return name not in _OF_JOB and not is_sharded and not any(optimizer_dicts(value, ()))
 
 
-def _parts_beside(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the largest parts that are beside a model and an optimizer."""
+def _all_beside(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of what is beside models and optimizers, in as few values as possible."""
     if is_optimizer_dict(state) or any(isinstance(value, DTensor) for value in state.values()):
         return  # what is here belongs to it
     for name, value in state.items():
         if is_beside(name, value):
             yield ".".join((*path, name)), value
         elif isinstance(value, Mapping) and name not in _OF_JOB:
-            yield from _parts_beside(value, (*path, name))
+            yield from _all_beside(value, (*path, name))
 
 
 def save_for_each_rank(peers: Peers, state: dict[str, Any]) -> None:
-    """Add to ``state`` what this rank has for itself: parts that another rank has otherwise. All ranks call it."""
+    """Add to ``state`` what this rank has for itself: values that another rank has otherwise. All ranks call it."""
     if not peers.several:
         return
-    parts = dict(_parts_beside(state))
-    digests = {name: dict(_digests(value)) for name, value in parts.items()}
+    beside = dict(_all_beside(state))
+    digests = {name: dict(_digests(value)) for name, value in beside.items()}
     differing = peers.ask("values of each rank", digests, _differing)
-    own = {name: parts[name] for name in differing if name in parts}
+    own = {name: beside[name] for name in differing if name in beside}
     if own:
         state[_EACH] = {f"{peers.rank} of {peers.size}": own}
 
@@ -165,7 +163,7 @@ def is_of_one_rank(key: str) -> bool:
 
 
 def _differing(brought: list[dict[str, dict[str, str]]]) -> list[str]:
-    """The names of parts in which a key has other values on another rank. Keys that only one rank has are no conflict:
+    """The names of values in which a key has other values on another rank. Keys that only one rank has are no conflict:
     a rank's number in the key is how programs keep what each rank has, and may be loaded by any number of ranks."""
     found: dict[str, dict[str, str]] = {}
     differing: dict[str, None] = {}
@@ -182,13 +180,9 @@ def _digests(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for name, item in value.items():
             yield from _digests(item, f"{key}.{name}")
     else:
-        yield key, _digest(value)
-
-
-def _digest(value: Any) -> str:
-    known = digests_of(value)
-    texts = [f"{path} {known.get('.'.join(map(str, path))) or _text(leaf)}" for path, leaf in leaves_of(value)]
-    return f"{zlib.crc32(repr(texts).encode()):08x}"
+        known = digests_of(value)
+        texts = [f"{path} {known.get('.'.join(map(str, path))) or _text(leaf)}" for path, leaf in leaves_of(value)]
+        yield key, f"{zlib.crc32(repr(texts).encode()):08x}"
 
 
 def _text(leaf: Any) -> str:
@@ -210,8 +204,8 @@ def for_rank(metadata: Metadata, rank: int, size: int, asked: Collection[str]) -
     each = {key: path for key, path in paths.items() if path[0] == _EACH and len(path) > 2 and is_of_one_rank(key)}
     if not each:
         return metadata
-    parts = {str(path[2]) for path in each.values()}
-    wanted = sorted(part for part in parts if any(f"{part}.".startswith(f"{name}.") for name in asked))
+    names = {str(path[2]) for path in each.values()}
+    wanted = sorted(name for name in names if any(f"{name}.".startswith(f"{one}.") for one in asked))
     saved = {str(path[1]).rpartition(" of ")[2] for path in each.values()}
     if wanted and saved != {str(size)}:
         raise MisuseError(
@@ -222,7 +216,7 @@ def for_rank(metadata: Metadata, rank: int, size: int, asked: Collection[str]) -
     own = {key: ".".join(map(str, path[2:])) for key, path in each.items() if path[1] == f"{rank} of {size}"}
 
     def renamed(key: str) -> str | None:
-        is_hidden = is_of_one_rank(key) or any(f"{key}.".startswith(f"{part}.") for part in parts)
+        is_hidden = is_of_one_rank(key) or any(f"{key}.".startswith(f"{name}.") for name in names)
         return own.get(key, None if is_hidden else key)
 
     entries = metadata.state_dict_metadata

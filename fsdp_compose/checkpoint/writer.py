@@ -46,17 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._torch import StorageInfo
 from ..errors import RankLostError, class_of, name_of, text_of
-from .folders import (
-    abandon_folder,
-    end_meeting,
-    files_gone,
-    is_held,
-    is_lock_held,
-    lost_to_another,
-    meeting_of,
-    partial_of,
-    sync,
-)
+from .folders import abandon_folder, end_meeting, is_held, is_lock_held, lost_to_another, meeting_of, partial_of, sync
 from .planner import with_own_storage
 from .storage import FolderWriter, finish_save
 
@@ -150,9 +140,9 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]] | None:
         content = bytearray()
         nbytes, _ = _HEADER.unpack(header)
         while len(content) < nbytes:
-            if not (part := channel.recv(min(nbytes - len(content), 2**20))):
+            if not (received := channel.recv(min(nbytes - len(content), 2**20))):
                 return None
-            content += part
+            content += received
         return pickle.loads(content), descriptors
     except ConnectionError:
         return None
@@ -178,7 +168,7 @@ class Meeting:
             self._first_lock = (self._meeting / "0.lock").open("rb")
         except FileNotFoundError:
             end_meeting(folder, token)
-            raise lost_to_another(folder, files_gone(self.path)) from None
+            raise lost_to_another(folder, self.path) from None
 
     def close(self) -> None:
         self._first_lock.close()
@@ -232,11 +222,11 @@ class Meeting:
                     self._leave(f"{self.rank}.heard", "")
                 return verdict
             if is_gone:
-                return outcome_of(lost_to_another(self.folder, files_gone(self.path)))
+                return outcome_of(lost_to_another(self.folder, self.path))
             if ended is not None and now > ended + _HEARING:  # the trainer, which would leave a verdict, is dead too
-                return self._died(0)
+                return self._lost(0, is_late=False)
             if now > self._ends + _PATIENCE:
-                return self._late(0)
+                return self._lost(0, is_late=True)
             time.sleep(pause)
         raise AssertionError
 
@@ -248,7 +238,7 @@ class Meeting:
             end_meeting(self.folder, self.token)
             answer(COMPLETE)
         else:
-            self.refuse(self._verdict() or (self._late(0) if is_late else self._died(0)), answer)
+            self.refuse(self._verdict() or self._lost(0, is_late), answer)
 
     def _verdict(self) -> Outcome | None:
         try:
@@ -257,20 +247,17 @@ class Meeting:
             return None
         return kind, text
 
-    def _died(self, rank: int) -> Outcome:
-        return self._incomplete(f"the process that saves for rank {rank} is gone, or that rank's call was interrupted")
-
     def is_complete(self) -> bool:
         try:
             return os.path.samestat(self.folder.stat(), self._identity)
         except OSError:
             return False
 
-    def _late(self, rank: int) -> Outcome:
-        return self._incomplete(f"the process that saves for rank {rank} has not ended in {self._timeout:.0f} s")
-
-    def _incomplete(self, what: str) -> Outcome:
-        return outcome_of(RankLostError(f"{what}. {self.folder} was not completed; earlier checkpoints are unchanged"))
+    def _lost(self, rank: int, is_late: bool) -> Outcome:
+        """The outcome if a rank's writer has died, or is too late."""
+        why = f"has not ended in {self._timeout:.0f} s" if is_late else "is gone, or that rank's call was interrupted"
+        left = f"{self.folder} was not completed; earlier checkpoints are unchanged"
+        return outcome_of(RankLostError(f"the process that saves for rank {rank} {why}. {left}"))
 
     def _hear_all(self) -> tuple[Outcome, list[dict[str, Any]]]:
         told: dict[int, dict[str, Any]] = {}
@@ -286,13 +273,11 @@ class Meeting:
             if len(told) + len(dead) == self.size or time.monotonic() > self._ends:
                 break
             if not self.path.is_dir():
-                raise lost_to_another(self.folder, files_gone(self.path))
+                raise lost_to_another(self.folder, self.path)
             time.sleep(pause)
         for rank in range(self.size):
-            if rank in dead:
-                return self._died(rank), []
             if rank not in told:
-                return self._late(rank), []
+                return self._lost(rank, is_late=rank not in dead), []
             if problem := told[rank].get("problem"):
                 kind, text = problem
                 told_by = "" if self.size == 1 else f"on rank {rank}: "
@@ -332,11 +317,6 @@ def _pauses() -> Iterator[float]:
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
-def is_being_written(meeting: Path) -> bool:
-    """Whether the first rank's writer works on a save, or its trainer is about to ask it to."""
-    return is_lock_held(meeting / "0.lock") is True
-
-
 def outcome_of(error: Exception) -> Outcome:
     return name_of(error), text_of(error).rstrip(".")
 
@@ -354,16 +334,14 @@ class _Staged:
     """Takes the place of a planner: finds an item's data in the staging memory, or among the serialized ones."""
 
     def __init__(self, layout: Layout, values: dict[int, bytes], memory: torch.Tensor) -> None:
-        self._data = {}
-        items = []
-        for i, (item, place) in enumerate(zip(layout.plan.items, layout.places, strict=True)):
-            data: Any
+        self._data: dict[int, Any] = {}  # by the id of an item, which ``plan`` keeps alive
+        items = [*layout.plan.items]
+        for i, place in enumerate(layout.places):
             if place is None:
-                item, data = replace(item, type=WriteItemType.BYTE_IO), io.BytesIO(values[i])
+                items[i] = replace(items[i], type=WriteItemType.BYTE_IO)
+                self._data[id(items[i])] = io.BytesIO(values[i])
             else:
-                data = with_own_storage(view_of(memory, place))
-            items.append(item)
-            self._data[id(item)] = data
+                self._data[id(items[i])] = with_own_storage(view_of(memory, place))
         self.plan = replace(layout.plan, items=items)
 
     def resolve_data(self, item: WriteItem) -> Any:
@@ -405,8 +383,9 @@ class _Writer:
         writer = FolderWriter(meeting.path)
         writer.set_up_storage_writer(request.rank == 0)
         try:
-            told = self._write(writer, _Staged(layout, request.values, self._memory))
-            told["numbers"] = request.numbers
+            staged = _Staged(layout, request.values, self._memory)
+            results = [_as_plain(result) for result in writer.write_data(staged.plan, staged).wait()]
+            told = {"results": results, "files": writer.entries, "numbers": request.numbers}
         except Exception as error:
             _delete_data(meeting.path, f"__{request.rank}_")  # which may have filled the disk
             told = {"problem": outcome_of(error)}
@@ -421,19 +400,14 @@ class _Writer:
             answer(meeting.await_verdict())
             return
 
-        def finish(parts: list[dict[str, Any]]) -> None:
+        def finish(told: list[dict[str, Any]]) -> None:
             assert layout.metadata is not None
-            writer.finish(layout.metadata, [[_result(*item) for item in part["results"]] for part in parts])
-            files = {name: entry for part in parts for name, entry in part["files"].items()}
-            numbers = [tuple(path) for part in parts for path in part["numbers"]]
+            writer.finish(layout.metadata, [[_result(*item) for item in report["results"]] for report in told])
+            files = {name: entry for report in told for name, entry in report["files"].items()}
+            numbers = [tuple(path) for report in told for path in report["numbers"]]
             finish_save(writer, request.folder, request.token, files, numbers)
 
         meeting.judge(finish, answer)
-
-    @staticmethod
-    def _write(writer: FolderWriter, staged: _Staged) -> dict[str, Any]:
-        results = writer.write_data(staged.plan, staged).wait()
-        return {"results": [_as_plain(result) for result in results], "files": writer.entries}
 
 
 def _delete_data(path: Path, prefix: str) -> None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from .controls import sync_optional_groups as sync_optional_groups
     from .controls import unshard as unshard
     from .shard import check_fully_shard as check_fully_shard
-    from .shard import check_ignored as check_ignored
     from .shard import check_modules as check_modules
     from .shard import fully_shard as fully_shard
     from .shard import replicate as replicate
@@ -53,7 +52,7 @@ else:
                 "set_requires_gradient_sync set_reshard_after_backward set_reshard_after_forward "
                 "sync_optional_groups unshard"
             ),
-            "shard": "check_fully_shard check_ignored check_modules fully_shard replicate",
+            "shard": "check_fully_shard check_modules fully_shard replicate",
             "summon": "summon_full_params",
         },
     )

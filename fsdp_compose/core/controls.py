@@ -52,8 +52,8 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
     ``reshard(module)``. For example, one all-gather serves all chunks of a loss::
 
         unshard(model.head, until_reshard=True)
-        for part in hidden.detach().requires_grad_().chunk(8):
-            loss_of(model.head(part)).backward()
+        for chunk in hidden.detach().requires_grad_().chunk(8):
+            loss_of(model.head(chunk)).backward()
         reshard(model.head)
 
     Edits of the sharded parameters in the meantime take effect or raise, as inside ``keep_unsharded``.
@@ -223,8 +223,8 @@ def reduce_gradients(module: nn.Module) -> None:
     (pipelines), where no backward is known to be the last::
 
         with no_sync(model):
-            for part in batch.chunk(8):
-                loss_of(model(part)).backward()
+            for chunk in batch.chunk(8):
+                loss_of(model(chunk)).backward()
         reduce_gradients(model)
         optimizer.step()
 
@@ -343,9 +343,9 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool |
     forward gathers a kept group again if the ranks have written to its sharded parameters (an optimizer's step). If
     only one rank wrote to its local memory, that forward raises. See ``keep_unsharded``.
 
-    If you pass the number given to ``fully_shard(reshard_after_forward=...)``, the parts that are kept between forward
-    and backward are kept until the next optimizer step. Only the first gather after a step is then among all ranks; the
-    others stay within the ranks that share the parts.
+    If you pass the number given to ``fully_shard(reshard_after_forward=...)``, the shards that these ranks keep
+    between forward and backward are kept until the next optimizer step. Only the first gather after a step is then
+    among all ranks; the others stay within these ranks.
 
     Ranks: all ranks must set the same value; the first forward compares it. Local: no communication.
 
@@ -430,7 +430,7 @@ def set_post_reduction_hook(
 
     Args:
         module: root of the tree to set.
-        hook: called once for each flat parameter and reduction, with this rank's part of the averaged gradient: 1-D,
+        hook: called once for each flat parameter and reduction, with this rank's shard of the averaged gradient: 1-D,
             contiguous, in the reduce dtype, padded with zeros; it changes the gradient in place. ``None``: no hook.
         recurse: set it for all groups below ``module``, not only its own.
 
@@ -546,7 +546,7 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
 def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: bool) -> None:
     states = states_for(module, f"set_{option}", recurse)
     for state in states:
-        made_with = state.mesh.part_size
+        made_with = state.mesh.post_forward_size
         if not isinstance(value, bool) and value != made_with:
             raise MisuseError(
                 f"set_{option}(..., {value}): the fully_shard group {state.name} was made with "
@@ -615,10 +615,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         raise MisuseError(f"register_forward_method(): a {type(module).__name__} has no method {method_name!r}")
     if get_state(module) is None or isinstance(module.__dict__.get(method_name), _ForwardMethod):
         return
-    if isinstance(method, MethodType) and method.__self__ is module:
-        module.__dict__[method_name] = _ForwardMethod(module, method.__func__, is_bound=True)
-    else:
-        module.__dict__[method_name] = _ForwardMethod(module, method, is_bound=False)
+    is_bound = isinstance(method, MethodType) and method.__self__ is module
+    module.__dict__[method_name] = _ForwardMethod(module, method.__func__ if is_bound else method, is_bound)
 
 
 register_fsdp_forward_method = register_forward_method  # FSDP2's name for it

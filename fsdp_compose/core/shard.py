@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.nn.parameter import UninitializedParameter
 
 from .._arguments import checked, size_of
-from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
+from .._torch import add_composable_state, composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
 from ..errors import MisuseError, MisuseTypeError
 from .comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
 from .flat import (
@@ -28,7 +29,6 @@ from .flat import (
     Granularity,
     ManagedParameter,
     MixedPrecisionPolicy,
-    ParameterKind,
     Region,
     annotation_of,
     annotations_on,
@@ -44,6 +44,7 @@ from .flat import (
     spec_of,
 )
 from .group import (
+    API_KEY,
     BUCKET_BYTES,
     GroupOptions,
     ParameterSwap,
@@ -58,7 +59,6 @@ from .group import (
     make_proxies,
     managed_parameters,
     partition,
-    register_state,
     sample_start,
     strategy_named,
     ties_with_other_groups,
@@ -81,17 +81,16 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         ValueError: see ``fully_shard``.
     """
     with annotations_on(mesh):
-        found = check_group(modules, mesh, options, ignored)
-        label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
+        label, fqns, managed, regions = check_group(modules, mesh, options, ignored)
         ties = ties_with_other_groups(fqns, ignored)
         meshes = [meshes_of(item.parameter, mesh) for item in managed]
-        data_mesh = data_parallel_mesh(mesh, dict.fromkeys(meshes), options.part_size)
+        data_mesh = data_parallel_mesh(mesh, dict.fromkeys(meshes), options.post_forward_size)
         for param, own in zip(managed, meshes, strict=True):
             param.mesh = data_mesh.on(*own)
         handles = []
-        for part in partition(managed, options):
-            handles.append(shard_params(part, part[0].mesh, options.granularity, options.offload))
-            sample_start(part, handles[-1])
+        for items in partition(managed, options):
+            handles.append(shard_params(items, items[0].mesh, options.granularity, options.offload))
+            sample_start(items, handles[-1])
 
     state = _FSDPState()
     state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
@@ -103,7 +102,7 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     state.swap = ParameterSwap(modules, managed, handles, fqns)
     for item in modules:
         _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
-    register_state(modules, state)
+    add_composable_state(modules, API_KEY, state)
     if _TRANSFORMERS_LOADER in sys.modules:
         from ..plugins.transformers_loader import extend_transformers_loader
 
@@ -123,14 +122,20 @@ def check_group(
     modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions, ignored: set[nn.Parameter]
 ) -> _Found:
     """Raise the errors that ``make_group`` would raise for these parameters. Changes nothing."""
-    label, fqns = _label(modules), group_modules(modules)
+    label, fqns = ", ".join(type(item).__name__ for item in modules), group_modules(modules)
     managed = managed_parameters(fqns, ignored, label)
-    _refuse_other_data_parallelism(fqns, managed, "fully_shard" if options.bucket_bytes is None else "replicate")
+    caller = "fully_shard" if options.bucket_bytes is None else "replicate"
+    _refuse_other_data_parallelism(fqns, managed, caller)
     with annotations_on(mesh):
-        _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
+        _check_parameters(managed, mesh, caller)
     for item in managed:
-        item.kind = _kind_of(item, options)
-    return _Found(label, fqns, managed, _check_memory(managed, fqns))
+        # A replicated parameter is never gathered.
+        holder = item.slots[0][0] if options.bucket_bytes is None else None
+        item.kind = kind_of(item.fqn, item.parameter, options.mp_policy, holder)
+    regions = regions_of(((item.fqn, item.parameter) for item in managed), are_sharded=True)
+    others = unsharded_tensors(fqns, {item.parameter for item in managed})
+    refuse_shared_memory([*regions, *regions_of(others, are_sharded=False)])
+    return _Found(label, fqns, managed, regions)
 
 
 def _refuse_other_data_parallelism(
@@ -149,12 +154,13 @@ def _refuse_other_data_parallelism(
 
 # ---- arguments
 
-_REPLICATED = ("replicate", "replicated")
 _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
-def check_modules(module: Any, caller: str) -> list[nn.Module]:
-    """Return the outermost of the given modules."""
+def check_modules(
+    module: Any, ignored_params: Iterable[nn.Parameter] | None, caller: str
+) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Return the outermost of the given modules, and the parameters that their groups leave out."""
     modules = [module] if isinstance(module, nn.Module) else module
     if not isinstance(modules, list) or not modules or not all(isinstance(item, nn.Module) for item in modules):
         raise MisuseTypeError(
@@ -177,7 +183,8 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
             )
         state = get_state(item)
         if state is not None:
-            earlier, sharded = ("fully_shard", "sharded") if state.options.bucket_bytes is None else _REPLICATED
+            is_sharded = state.options.bucket_bytes is None
+            earlier, sharded = ("fully_shard", "sharded") if is_sharded else ("replicate", "replicated")
             raise MisuseError(
                 f"{earlier}() was already called on this {type(item).__name__}: a module can be {sharded} once. Call "
                 f"{caller}() once on each submodule, then on the module itself"
@@ -187,10 +194,10 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
                 raise MisuseError(
                     f"{caller}(): torch's {other}() was already applied to this {type(item).__name__}; choose one"
                 )
-    return roots
+    return roots, _ignored(ignored_params, caller)
 
 
-def check_ignored(ignored_params: Iterable[nn.Parameter] | None, caller: str) -> set[nn.Parameter]:
+def _ignored(ignored_params: Iterable[nn.Parameter] | None, caller: str) -> set[nn.Parameter]:
     if ignored_params is None:
         return set()
     if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
@@ -202,10 +209,6 @@ def check_ignored(ignored_params: Iterable[nn.Parameter] | None, caller: str) ->
         if not isinstance(item, nn.Parameter):
             raise MisuseTypeError(f"{caller}(ignored_params=...): expected nn.Parameters, got {type(item).__name__}")
     return set(ignored)
-
-
-def _label(modules: Sequence[nn.Module]) -> str:
-    return ", ".join(type(item).__name__ for item in modules)
 
 
 # ---- parameters
@@ -258,20 +261,6 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
             f"{caller}(): the parameter {on_meta} is on the meta device and others of its group are not; "
             "materialize all of them or none"
         )
-
-
-def _kind_of(item: ManagedParameter, options: GroupOptions) -> ParameterKind:
-    # A replicated parameter is never gathered.
-    module = item.slots[0][0] if options.bucket_bytes is None else None
-    return kind_of(item.fqn, item.parameter, options.mp_policy, module)
-
-
-def _check_memory(managed: Sequence[ManagedParameter], fqns: dict[nn.Module, str]) -> list[Region]:
-    """Refuse parameters of the group that share memory. Return the parameters' memory regions."""
-    regions = regions_of(((item.fqn, item.parameter) for item in managed), are_sharded=True)
-    params = {item.parameter for item in managed}
-    refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, params), are_sharded=False)])
-    return regions
 
 
 def _put_sharded(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamHandle], label: str) -> None:
@@ -393,7 +382,9 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
     """
-    _refuse_keywords(others)
+    for name in others:
+        hint = f": it is FSDP2's, and {_DROP_IN}" if name in inspect.signature(fsdp2.fully_shard).parameters else ""
+        raise MisuseTypeError(f"fully_shard() got an unexpected keyword argument {name!r}{hint}")
     arguments = _checked(
         module,
         mesh,
@@ -412,12 +403,6 @@ def fully_shard(
     return module
 
 
-def _refuse_keywords(others: dict[str, NoReturn]) -> None:
-    for name in others:
-        hint = f": it is FSDP2's, and {_DROP_IN}" if name in inspect.signature(fsdp2.fully_shard).parameters else ""
-        raise MisuseTypeError(f"fully_shard() got an unexpected keyword argument {name!r}{hint}")
-
-
 _DROP_IN = "fsdp_compose.drop_in.fully_shard() has FSDP2's keywords and methods"
 
 
@@ -427,17 +412,14 @@ def _explain_methods(modules: list[nn.Module]) -> None:
         # Not all methods: programs ask by ``hasattr(module, "reshard")`` whether a module has them.
         for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
             if not hasattr(module, name):
-                module.__dict__[name] = _missing_method(type(module).__name__, name)
+                module.__dict__[name] = partial(_refuse_method, type(module).__name__, name)
 
 
-def _missing_method(cls: str, name: str) -> Callable[..., NoReturn]:
-    def missing(*_: Any, **__: Any) -> NoReturn:
-        raise AttributeError(
-            f"{cls!r} object has no attribute {name!r}: fsdp_compose.fully_shard() adds no methods. Call "
-            f"fsdp_compose.{name}(module, ...); or {_DROP_IN}"
-        )
-
-    return missing
+def _refuse_method(cls: str, name: str, *_: Any, **__: Any) -> NoReturn:
+    raise AttributeError(
+        f"{cls!r} object has no attribute {name!r}: fsdp_compose.fully_shard() adds no methods. Call "
+        f"fsdp_compose.{name}(module, ...); or {_DROP_IN}"
+    )
 
 
 def check_fully_shard(module: nn.Module | list[nn.Module], **arguments: Any) -> None:
@@ -459,19 +441,18 @@ def _checked(
     limit_unsharded_bytes: int | str | None,
 ) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:
     """Check the arguments of ``fully_shard`` and convert them to those of ``make_group``."""
-    modules = check_modules(module, "fully_shard")
+    modules, ignored = check_modules(module, ignored_params, "fully_shard")
     if mp_policy is None:
         mp_policy = MixedPrecisionPolicy()
     mp_policy = as_ours(MixedPrecisionPolicy, mp_policy, "fully_shard(mp_policy=...)")
     offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
-    ignored = check_ignored(ignored_params, "fully_shard")
     if limit_unsharded_bytes is not None:
         bytes_of_limit(limit_unsharded_bytes)
     mesh = check_mesh(mesh)
     options = GroupOptions(mp_policy, granularity, offload, None, bool(optional), limit_unsharded_bytes)
     if strategy is None:
-        parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
-        options = replace(options, reshard_after_forward=parts)
+        checked = _checked_post_forward_size(reshard_after_forward, mesh.size(mesh.ndim - 1))
+        options = replace(options, reshard_after_forward=checked)
     elif reshard_after_forward is not None:
         raise MisuseError(
             "fully_shard(): expected reshard_after_forward or strategy, got both; the strategy decides it"
@@ -492,7 +473,7 @@ def _follow(row: Strategy, mesh: DeviceMesh, options: GroupOptions) -> tuple[Dev
     return flatten_mesh(mesh) if row.flattens else mesh, options
 
 
-def _checked_parts(reshard_after_forward: bool | int | None, num_ranks: int) -> bool | int | None:
+def _checked_post_forward_size(reshard_after_forward: bool | int | None, num_ranks: int) -> bool | int | None:
     """Check ``reshard_after_forward`` and return it, with 1 and the number of all ranks converted to bools."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
@@ -576,11 +557,10 @@ def replicate(
             fully_shard(block)
         fully_shard(model)
     """
-    modules = check_modules(module, "replicate")
+    modules, ignored = check_modules(module, ignored_params, "replicate")
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     policy = as_ours(MixedPrecisionPolicy, policy, "replicate(mp_policy=...)")
     bucket_bytes = size_of(bucket_bytes, "replicate(bucket_bytes={})")
-    ignored = check_ignored(ignored_params, "replicate")
     options = GroupOptions(policy, reshard_after_forward=False, bucket_bytes=bucket_bytes)
     make_group(modules, replicated_mesh(mesh), options, ignored)
     drive(modules)

@@ -106,22 +106,21 @@ class _Summoned:
                 if isinstance(sharded, CompositeDTensor):
                     sharded.copy_(param.detach())
                 else:
-                    local_elements(sharded).copy_(self._own_part(param.detach(), i))
+                    local_elements(sharded).copy_(self._local_of(param.detach(), i))
                 if not with_grads:
                     continue
                 if param.grad is None:
                     sharded.grad = None
                 elif sharded.grad is None:
-                    local = self._own_part(param.grad, i)
+                    local = self._local_of(param.grad, i)
                     copied = local.to(handle.shard.device, handle.gradient.dtype, copy=True)
                     sharded.grad = make_gradient(copied, sharded)
                 else:
-                    local_elements(sharded.grad).copy_(self._own_part(param.grad, i))
+                    local_elements(sharded.grad).copy_(self._local_of(param.grad, i))
         note_write_of_all_ranks(handle.shard)
         self.version = handle.shard._version
 
-    def _own_part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the elements of this rank's local shard."""
+    def _local_of(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         handle, sharded = self.handle, self.handle.sharded_params[index]
         if isinstance(sharded, RaggedDTensor):  # of this shard group, if tensor parallelism has split it too
             whole = inner_of_whole(whole, sharded._spec)
@@ -179,7 +178,10 @@ def summon_full_params(
     slots = _slots_below(module, recurse)
     handles = list(dict.fromkeys(handle for handle, _ in slots))
     for handle in handles:
-        _make_ready(_state_of(handle))
+        owner = state_of(handle)
+        if owner is None:
+            raise MisuseRuntimeError("summon_full_params(): the sharded module of a parameter no longer exists")
+        _make_ready(owner)
     options = (recurse, writeback, rank0_only, offload_to_cpu, with_grads)
     for mesh in {id(handle.mesh.peers): handle.mesh for handle in handles}.values():
         if mesh.has_peers:
@@ -228,13 +230,6 @@ def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle
                 handle, index = place
                 found.append((handle, _Slot(item, name, f"{prefix}.{name}" if prefix else name, index)))
     return found
-
-
-def _state_of(handle: FlatParamHandle) -> _FSDPState:
-    state = state_of(handle)
-    if state is None:
-        raise MisuseRuntimeError("summon_full_params(): the sharded module of a parameter no longer exists")
-    return state
 
 
 def _make_ready(state: _FSDPState) -> None:

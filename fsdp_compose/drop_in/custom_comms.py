@@ -19,7 +19,6 @@ from ..extension import (
     Work,
     finish_with,
     get_state,
-    second_group,
     set_transport,
     transport_of,
 )
@@ -28,18 +27,13 @@ GATHER, REDUCE = "all-gather", "reduce-scatter"
 
 
 class CustomComms(TransportWrapper):
-    """Calls them as FSDP2 does, in memory that they allocate.
-
-    Args:
-        inner: does what they do not.
-        comms: an ``AllGather`` and a ``ReduceScatter``, by kind of collective.
-    """
+    """Calls them as FSDP2 does, in memory that they allocate; ``inner`` does what they do not."""
 
     # Flat parameters are copied in and out, since their memory is not that of ``allocate()``.
 
     def __init__(self, inner: Transport, comms: dict[str, Any]) -> None:
         super().__init__(inner)
-        self.comms = comms
+        self.comms = comms  # an ``AllGather`` and a ``ReduceScatter``, by kind of collective
         self.is_exact = GATHER not in comms  # it may be exact, but nobody tells
         names = [f"{kind} by {type(comm).__module__}.{type(comm).__qualname__}" for kind, comm in comms.items()]
         self.name = ", ".join([inner.unrecorded.name, *sorted(names)])
@@ -115,7 +109,7 @@ def separate(module: nn.Module, enable: bool) -> None:
     state = get_state(module)
     if state is None or not state._handles or state.mesh.shard_world_size == 1:
         return
-    _set(module, _present(module)[0], second_group(state.mesh) if enable else None)
+    _set(module, _present(module)[0], state.mesh.second_group() if enable else None)
 
 
 # ---- Both together

@@ -33,7 +33,7 @@ _OURS: dict[str, Any] = {  # by their names in FSDP2
 
 # These import the names when they are imported, so ``install()`` imports them first.
 _IMPORTED = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed.pipelining")
-_LEFT_ALONE = (fsdp2.__name__, __package__)  # torch's own implementation keeps its names
+_LEFT_ALONE = (f"{fsdp2.__name__}.", f"{__package__}.")  # torch's own implementation keeps its names
 
 _rebound: list[tuple[ModuleType, str, Any]] = []
 _log = logging.getLogger("fsdp_compose")
@@ -50,7 +50,7 @@ def install(*, layout: str | None = None) -> list[str]:
 
     Args:
         layout: how ``drop_in.fully_shard`` lays out parameters from now on. ``"flat"``, the default: one after the
-            other in a flat parameter, with unequal parts. ``"fsdp2"``: every rank holds FSDP2's even chunk of every
+            other in a flat parameter, with unequal shards. ``"fsdp2"``: every rank holds FSDP2's even chunk of every
             parameter, placed ``Shard(0)``, for code that computes rows by itself; each collective then costs one copy.
             ``None``: as before. The same on all ranks.
 
@@ -76,7 +76,7 @@ def install(*, layout: str | None = None) -> list[str]:
     new = [
         (module, name, value)
         for module in list(sys.modules.values())
-        if isinstance(module, ModuleType) and not _is_left_alone(module.__name__)
+        if isinstance(module, ModuleType) and not f"{module.__name__}.".startswith(_LEFT_ALONE)
         for name, value in vars(module).items()
         if id(value) in ours
     ]
@@ -130,19 +130,14 @@ def _of_others() -> dict[int, Any]:
         id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,
         id(of_pipelines.of_weights): of_pipelines.stage_backward_weight,
     }
-    if "verl" in sys.modules and _has("verl.utils.fsdp_utils", "fsdp2_sharded_load_from_cpu"):
+    restoring = "verl.utils.fsdp_utils"
+    if "verl" not in sys.modules or find_spec(restoring) is None:
+        return ours
+    if hasattr(importlib.import_module(restoring), "fsdp2_sharded_load_from_cpu"):
         from . import verl_patch as verl_restoring
 
         ours[id(verl_restoring.original)] = verl_restoring.fsdp2_sharded_load_from_cpu
     return ours
-
-
-def _has(module: str, name: str) -> bool:
-    return find_spec(module) is not None and hasattr(importlib.import_module(module), name)
-
-
-def _is_left_alone(name: str) -> bool:
-    return any(name == item or name.startswith(f"{item}.") for item in _LEFT_ALONE)
 
 
 def _all_modules() -> list[nn.Module]:

@@ -31,6 +31,14 @@ from .custom_comms import GATHER, REDUCE, separate, set_comm
 
 
 class _Face:
+    _module: nn.Module
+    _state: _FSDPState
+
+    def __init__(self, module: nn.Module) -> None:
+        state = get_state(module)
+        assert state is not None, "the module is sharded"
+        vars(self).update(_module=module, _state=state)
+
     def __setattr__(self, name: str, value: object) -> None:
         # Each access makes a new adapter: what it stored would be lost without a word.
         own = getattr(type(self), name, None)
@@ -45,17 +53,9 @@ class _Face:
 class StateFace(_Face):
     """FSDP2's ``FSDPState`` of one sharded module."""
 
-    _module: nn.Module
-    _state: _FSDPState
-
-    def __init__(self, module: nn.Module) -> None:
-        state = get_state(module)
-        assert state is not None, "the module is sharded"
-        vars(self).update(_module=module, _state=state)
-
     @property
     def _fsdp_param_groups(self) -> list[GroupFace]:
-        return [GroupFace(self._module, self._state)] if self._state._handles else []
+        return [GroupFace(self._module)] if self._state._handles else []
 
     @property
     def _fsdp_param_group(self) -> GroupFace | None:
@@ -98,12 +98,6 @@ class StateFace(_Face):
 
 class GroupFace(_Face):
     """FSDP2's ``FSDPParamGroup`` of one sharded module."""
-
-    _module: nn.Module
-    _state: _FSDPState
-
-    def __init__(self, module: nn.Module, state: _FSDPState) -> None:
-        vars(self).update(_module=module, _state=state)
 
     def post_backward(self) -> None:
         """Do nothing: ``_root_post_backward_final_callback()`` follows and reduces all groups."""
@@ -313,11 +307,11 @@ class FSDPModule(fsdp.FSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Warn: collectives use the parameters' own memory."""
         if enable:
-            _without_effect("set_allocate_memory_from_process_group_for_comm", _OWN_MEMORY)
+            _without_effect("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Warn: collectives use the parameters' own memory."""
-        _without_effect("set_symm_mem_for_comm", _OWN_MEMORY)
+        _without_effect("set_symm_mem_for_comm")
 
     # ---- collectives of the user
 
@@ -441,8 +435,6 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Ca
     return run
 
 
-_OWN_MEMORY = "collectives use the parameters' own memory"
-
-
-def _without_effect(method: str, why: str) -> None:
+def _without_effect(method: str) -> None:
+    why = "collectives use the parameters' own memory"
     warnings.warn(f"{method}() has no effect in fsdp_compose: {why}", stacklevel=4)

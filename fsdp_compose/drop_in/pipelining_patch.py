@@ -1,6 +1,7 @@
 """Pipeline schedules that split a stage's backward into one for its inputs and one for its weights (zero bubble).
 
-For sharded stages the inputs' backward computes both, and nothing is left for the weights.
+For sharded stages the inputs' backward computes both, and nothing is left for the weights. In ``drop_in``, where
+``install()`` rebinds nothing: elsewhere torch's functions, which these call, would become these.
 """
 
 from __future__ import annotations

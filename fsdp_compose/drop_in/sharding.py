@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,12 @@ from .._arguments import checked
 from .._torch import concatenate_meshes, dtensor_spec, flatten_mesh, is_wrapper, local_tensor
 from ..errors import MisuseError
 from ..extension import (
-    FORWARD_SPEC_ATTRIBUTE,
-    MESH_ATTRIBUTE,
-    SHARDED_PARAM_ATTRIBUTE,
     Granularity,
-    Granule,
+    ParamAttribute,
     RaggedDTensor,
     annotations_on,
     as_ours,
     check_fully_shard,
-    check_ignored,
     check_modules,
     default_mesh,
     even_chunks,
@@ -61,19 +57,14 @@ else:
 
 
 def own_policy(given: object) -> _OwnPolicy:
-    """Convert torch's policy to ours, which means the same; ours is returned as it is.
-
-    Raises:
-        TypeError: ``given`` is neither.
-    """
+    """Convert torch's policy to ours, which means the same; ours is returned as it is. Raises TypeError if it is
+    neither."""
     policy = as_ours(_OwnPolicy, given, "fully_shard(mp_policy=...)")
     # If ``reduce_dtype`` is left out, torch before 2.15 reduces in ``param_dtype``, and later versions in the dtype of
     # the gradient, as our policy does on every torch.
     if isinstance(given, _OwnPolicy) or _HAS_OVERRIDE or policy.reduce_dtype is not None:
         return policy
-    return _OwnPolicy(
-        **{**{item.name: getattr(policy, item.name) for item in fields(policy)}, "reduce_dtype": policy.param_dtype}
-    )
+    return replace(policy, reduce_dtype=policy.param_dtype)
 
 
 # ---- ``fully_shard()``
@@ -83,13 +74,9 @@ _M = TypeVar("_M", nn.Module, list[nn.Module])
 
 
 class Layout:
-    """How the next groups are laid out.
+    """How the next groups are laid out."""
 
-    Attributes:
-        is_fsdp2: each rank holds a chunk of every parameter.
-    """
-
-    is_fsdp2 = False
+    is_fsdp2 = False  # each rank holds a chunk of every parameter
 
     def check(
         self,
@@ -183,7 +170,7 @@ def fully_shard(
         TypeError, ValueError, RuntimeError: as for ``fsdp_compose.fully_shard``; a module has an attribute with the
             name of one of the methods; a module mixes parameters that stay whole with others.
     """
-    modules, ignored = check_modules(module, "fully_shard"), check_ignored(ignored_params, "fully_shard")
+    modules, ignored = check_modules(module, ignored_params, "fully_shard")
     refuse_clash(modules)
     if mesh is None:
         if not dist.is_initialized():
@@ -218,11 +205,14 @@ def fully_shard(
     for members, arguments, home in groups:
         with home.reading():
             _own(members, ignored_params=ignored, **arguments)
-        _leave_partial(members)
         add_methods(members)
         state = get_state(members[0])
-        if layout.is_fsdp2 and state is not None:
-            state.set_options(shows_gathered=True)
+        if state is not None:
+            for sharded in [param for handle in state._handles for param in handle.sharded_params]:
+                if isinstance(sharded, RaggedDTensor):
+                    sharded._spec = sharded._spec.left_partial
+            if layout.is_fsdp2:
+                state.set_options(shows_gathered=True)
     _forget_meshes(params)
     return module
 
@@ -230,7 +220,7 @@ def fully_shard(
 def _forget_meshes(params: Iterable[nn.Parameter | None]) -> None:
     for param in params:
         if param is not None:
-            param.__dict__.pop(MESH_ATTRIBUTE, None)
+            param.__dict__.pop(ParamAttribute.MESH, None)
             even_chunks.forget(param)
 
 
@@ -247,35 +237,33 @@ def _put_back_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _state(module: nn.Module) -> StateFace | None:
-    return None if get_state(module) is None else StateFace(module)
-
-
-fully_shard.state = _state  # type: ignore[attr-defined]
+fully_shard.state = (  # type: ignore[attr-defined]
+    lambda module: None if get_state(module) is None else StateFace(module)
+)
 
 
 # ---- meshes
 
 
 def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, bool]:
-    """Return the data-parallel part of a mesh, and whether all of it replicates."""
+    """Return the data-parallel dimensions of a mesh, and whether all of them replicate."""
     for name in _names(dims):
         if name not in (mesh.mesh_dim_names or ()):
             raise MisuseError(
                 f"fully_shard(dp_mesh_dims=...): {name!r} not found in mesh.mesh_dim_names: {mesh.mesh_dim_names}"
             )
-    parts = [_one_dim(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
-    if not parts:
+    meshes = [
+        mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names])
+        for names in (dims.replicate_names, dims.shard_names)
+        if names
+    ]
+    if not meshes:
         raise MisuseError("fully_shard(dp_mesh_dims=...): expected names in shard or replicate, got none")
-    return parts[0] if len(parts) == 1 else concatenate_meshes(parts), not dims.shard_names
+    return meshes[0] if len(meshes) == 1 else concatenate_meshes(meshes), not dims.shard_names
 
 
 def _names(dims: DataParallelMeshDims) -> tuple[str, ...]:
     return (*dims.replicate_names, *dims.shard_names)
-
-
-def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names])
 
 
 # Where a parameter on the whole mesh stores what has replaced it.
@@ -296,7 +284,7 @@ def _leave_data_parallel_dims(
         if param in ignored or param in new or isinstance(param, RaggedDTensor) or is_annotated(param):
             continue
         earlier = param.__dict__.get(_WITHOUT_DATA_DIMS)
-        if earlier is not None and SHARDED_PARAM_ATTRIBUTE in earlier.__dict__:
+        if earlier is not None and ParamAttribute.SHARDED in earlier.__dict__:
             new[param] = earlier  # an earlier call has sharded it elsewhere: weights tied across calls
             continue
         if not isinstance(param, DTensor) or param.device_mesh != mesh:
@@ -321,7 +309,7 @@ def _leave_data_parallel_dims(
                 local, mesh[rest], kept, run_check=False, shape=param.shape, stride=param.stride()
             )
         new[param] = nn.Parameter(local, requires_grad=param.requires_grad)
-        new[param].__dict__[FORWARD_SPEC_ATTRIBUTE] = dtensor_spec(param)
+        new[param].__dict__[ParamAttribute.FORWARD_SPEC] = dtensor_spec(param)
         param.__dict__[_WITHOUT_DATA_DIMS] = new[param]
     for item in {inner for module in modules for inner in module.modules()}:
         for name, own in item._parameters.items():
@@ -343,7 +331,7 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
     if layout.is_fsdp2:
         return even_chunks
 
-    def granule(fqn: str, param: nn.Parameter) -> Granule | None:
+    def granule(fqn: str, param: nn.Parameter) -> Literal["rows"] | int | None:
         wanted = placements.get(param)
         wanted = getattr(wanted, "placement", wanted)
         if wanted is None or isinstance(wanted, Replicate):
@@ -363,16 +351,11 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a parameter lives.
+    """Where a parameter lives."""
 
-    Attributes:
-        mesh: its data-parallel ranks.
-        is_whole: each of them holds all of it.
-        annotated_on: the whole mesh on which its annotation is read, if it has one, and the data-parallel dimensions.
-    """
-
-    mesh: DeviceMesh
-    is_whole: bool = False
+    mesh: DeviceMesh  # its data-parallel ranks
+    is_whole: bool = False  # each of them holds all of it
+    # The whole mesh on which its annotation is read, if it has one, and the data-parallel dimensions.
     annotated_on: tuple[DeviceMesh, tuple[str, ...]] | None = field(default=None, compare=False)
 
     def reading(self) -> AbstractContextManager[None]:
@@ -399,11 +382,8 @@ def _with_other_homes(
     modules: Iterable[nn.Module], placements: dict[nn.Parameter, Any], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, _Home]]:
     """Return the outermost modules that have all their parameters in a home other than shards on ``mesh``. Mark the
-    parameters on other meshes that modules have beside others.
-
-    Raises:
-        ValueError: a module has parameters of its own that stay whole, and others; one of ``modules`` is to stay whole.
-    """
+    parameters on other meshes that modules have beside others. Raises ValueError if a module has parameters of its own
+    that stay whole, and others, or if one of ``modules`` is to stay whole."""
     usual = _Home(mesh)
     homes = {param: _home_of(wanted, mesh) for param, wanted in placements.items()}
     found: dict[nn.Module, _Home] = {}
@@ -425,7 +405,7 @@ def _with_other_homes(
             )
         for name, home in own.items():
             if home != usual:
-                module._parameters[name].__dict__[MESH_ATTRIBUTE] = home.mesh
+                module._parameters[name].__dict__[ParamAttribute.MESH] = home.mesh
         for child in module.children():
             look(child)
 
@@ -438,10 +418,3 @@ def _with_other_homes(
                     "whole, Replicate(): call fsdp_compose.replicate(module) instead"
                 )
     return list(found.items())
-
-
-def _leave_partial(modules: list[nn.Module]) -> None:
-    state = get_state(modules[0])
-    for sharded in [item for handle in state._handles for item in handle.sharded_params] if state is not None else ():
-        if isinstance(sharded, RaggedDTensor):
-            sharded._spec = sharded._spec.left_partial

@@ -19,11 +19,9 @@ from .plan_report import OPTIMIZER as OPTIMIZER
 from .plan_report import PARAMETERS as PARAMETERS
 from .plan_report import Plan as Plan
 from .plan_report import WorldFacts as WorldFacts
-from .plan_report import advise as advise
 from .plan_report import check_picture as check_picture
 from .plan_report import dtype_of as dtype_of
 from .plan_report import load_factory as load_factory
-from .plan_report import mesh_shape_of as mesh_shape_of
 from .plan_report import save_figure as save_figure
 from .plan_report import world_sizes_of as world_sizes_of
 from .planning import ADAMW as ADAMW

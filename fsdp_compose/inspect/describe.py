@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
-from ..extension import FlatLayout, FlatParamHandle, GroupOptions, _FSDPState, sharded_parameters, states_to_run
+from ..extension import FlatParamHandle, _FSDPState, sharded_parameters, states_to_run
 from ..optim import OwnersByParam, owners_by_param
 from .describe_formats import (
     Computed,
@@ -28,7 +28,7 @@ from .describe_formats import (
     ModelFacts,
     OtherParameter,
     ParameterFacts,
-    Part,
+    ShardFacts,
     report_of,
 )
 from .report import as_page, for_stdout
@@ -77,13 +77,15 @@ _Names = Mapping[int, Sequence[str]]  # of a parameter, by its id: all that the 
 
 
 def collect(model: nn.Module) -> ModelFacts:
-    """The facts of ``model`` as this rank knows them: of shards of all ranks, since all have one layout.
-
-    Raises:
-        RuntimeError: modules show full parameters instead of the sharded ones.
-    """
+    """The facts of ``model`` as this rank knows them: of shards of all ranks, since all have one layout. Raises
+    RuntimeError if modules show full parameters instead of the sharded ones."""
     states = [state for state, _ in states_to_run(model)]
-    _refuse_summoned(states)
+    for state in states:
+        if any(handle.summoned is not None for handle in state._handles):
+            raise MisuseRuntimeError(
+                f"rank {state.mesh.rank}: describe() inside summon_full_params(): modules of the group {state.name} "
+                "show full parameters, not those that it would describe: leave the context first"
+            )
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     module_names: dict[nn.Module, str] = {}
@@ -102,15 +104,6 @@ def collect(model: nn.Module) -> ModelFacts:
         groups=tuple(_group(state, names, module_names, owners) for state in states),
         others=tuple(_other(names[key][0], param) for key, param in params.items() if key not in managed),
     )
-
-
-def _refuse_summoned(states: Sequence[_FSDPState]) -> None:
-    for state in states:
-        if any(handle.summoned is not None for handle in state._handles):
-            raise MisuseRuntimeError(
-                f"rank {state.mesh.rank}: describe() inside summon_full_params(): modules of the group {state.name} "
-                "show full parameters, not those that it would describe: leave the context first"
-            )
 
 
 def _other(fqn: str, param: nn.Parameter) -> OtherParameter:
@@ -132,7 +125,7 @@ def _group(
         mesh_dims=tuple(mesh.mesh_dim_names or ()),
         device=str(state.mesh.device),
         shard_ranks=holders,
-        policy=_policy(state.options),
+        policy=_policy(state),
         options=_options(state, module_names),
         flat_parameters=tuple(_flat_parameter(handle, names, holders, owners) for handle in state._handles),
     )
@@ -169,9 +162,12 @@ def _flat_parameter(
 def _parameter(
     handle: FlatParamHandle, index: int, names: _Names, holders: _Holders, owners: OwnersByParam
 ) -> ParameterFacts:
-    layout, placed, param = handle.layout, handle.layout.params[index], handle.sharded_params[index]
+    placed, param = handle.layout.params[index], handle.sharded_params[index]
     fqn, *tied = names.get(id(param)) or (handle.name_of(index),)
     is_composite = handle.kind.codec.is_composite
+    shards = [*_shards(handle, index, holders)]
+    if is_composite:  # rows of several tensors, as bytes that fill the shard
+        shards = [replace(shard, shard_start=0, shard_stop=handle.shard_numel) for shard in shards]
     return ParameterFacts(
         fqn=fqn,
         tied=tuple(tied),
@@ -183,28 +179,22 @@ def _parameter(
         offset=placed.offset,
         granule=placed.granule,
         placements=tuple(map(str, getattr(param, "placements", ()))),
-        parts=tuple(_parts_of_bytes(handle, holders) if is_composite else _parts(layout, index, holders)),
+        parts=tuple(shards),
         computed=tuple(starmap(Computed, owners.get(id(param), ()))),
     )
 
 
-def _parts(layout: FlatLayout, index: int, holders: _Holders) -> Iterator[Part]:
-    placed = layout.params[index]
+def _shards(handle: FlatParamHandle, index: int, holders: _Holders) -> Iterator[ShardFacts]:
+    placed = handle.layout.params[index]
     has_rows, row = placed.row_aligned and placed.shape, placed.row_numel
-    for shard, local in layout.local_shards_of(index).items():
+    for shard, local in handle.layout.local_shards_of(index).items():
         start, stop = local.param_start, local.param_start + local.numel
         rows = (start // row, stop // row) if has_rows else None
-        yield Part(holders[shard], start, stop, rows, local.shard_start, local.shard_start + local.numel)
+        yield ShardFacts(holders[shard], start, stop, rows, local.shard_start, local.shard_start + local.numel)
 
 
-def _parts_of_bytes(handle: FlatParamHandle, holders: _Holders) -> Iterator[Part]:
-    """Yield the shards of a parameter that consists of several tensors: rows, as bytes that fill the shard."""
-    for part in _parts(handle.layout, 0, holders):
-        yield replace(part, shard_start=0, shard_stop=handle.shard_numel)
-
-
-def _policy(options: GroupOptions) -> dict[str, str]:
-    policy = options.mp_policy
+def _policy(state: _FSDPState) -> dict[str, str]:
+    policy = state.options.mp_policy
     chosen = {name: getattr(policy, name) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
     facts = {name: _dtype(dtype) for name, dtype in chosen.items() if dtype is not None}
     if not policy.cast_forward_inputs:
@@ -215,7 +205,7 @@ def _policy(options: GroupOptions) -> dict[str, str]:
 
 
 def _options(state: _FSDPState, module_names: Mapping[nn.Module, str]) -> dict[str, str]:
-    options, default = state.options, GroupOptions()
+    options, default = state.options, type(state.options)()
     reshards: object = options.reshard_after_forward
     if reshards is None:
         is_known = state.root is not None
@@ -257,7 +247,7 @@ FORMATS = ("text", "json", "html")
 @checked()
 def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False) -> str:
     """Describe the layout of a sharded model: for each group its ranks, dtypes and options, and for each parameter of
-    each flat parameter its place, and the rank that holds each part. ``print(describe(model))``. Once ``Muon`` has
+    each flat parameter its place, and the rank that holds each shard. ``print(describe(model))``. Once ``Muon`` has
     planned its step, also the ranks that compute the matrices.
 
     Ranks: any; nothing is communicated, and nothing changes. Before the first forward too; only then is it known which

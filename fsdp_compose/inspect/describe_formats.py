@@ -14,7 +14,7 @@ from .report import Report, Section, bytes_of, count, ranges_of
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardFacts:
     """The elements of a parameter in one shard."""
 
     ranks: tuple[int, ...]  # that hold the shard, by their numbers in the default process group: one of each replica
@@ -48,7 +48,7 @@ class ParameterFacts:
     offset: int  # of its first element in the flat parameter, in elements
     granule: int  # so many consecutive elements are never in two shards
     placements: tuple[str, ...]  # on the mesh of the sharded parameter
-    parts: tuple[Part, ...]  # by shard, without empty ones
+    parts: tuple[ShardFacts, ...]  # by shard, without empty ones; so called in JSON
     computed: tuple[Computed, ...] = ()  # its matrices, if an optimizer of whole matrices trains it
 
 
@@ -86,7 +86,7 @@ class GroupFacts:
     mesh_shape: tuple[int, ...]
     mesh_dims: tuple[str, ...]
     device: str  # where it computes
-    shard_ranks: tuple[tuple[int, ...], ...]  # for each shard the ranks that hold it, as in ``Part``
+    shard_ranks: tuple[tuple[int, ...], ...]  # for each shard the ranks that hold it, as in ``ShardFacts``
     policy: dict[str, str]  # dtypes that the user chose
     options: dict[str, str]  # others that are not the default, and ``reshard_after_forward``
     flat_parameters: tuple[FlatParameterFacts, ...]
@@ -154,23 +154,13 @@ class ModelFacts:
 # ---- The facts in words that every form of a description uses.
 
 
-_MOST_PARTS = 4  # of a parameter, in words
+_MOST_RANGES = 4  # of a parameter, in words
 
 COLUMNS = ("parameter", "shape", "dtype", "elements", "offset", "held by")
-_RIGHT = ("elements", "offset")
-_COMPUTED = "matrices computed by"  # a column where an optimizer of whole matrices trains parameters
 
 
 EqualGroups = Sequence[GroupFacts]
 """One group, or several that differ in names alone: a form of a description shows the first."""
-
-
-def collapsed(groups: Sequence[GroupFacts], all_groups: bool) -> list[EqualGroups]:
-    """Equal groups together, where the first of them is; with ``all_groups`` each alone."""
-    found: dict[object, list[GroupFacts]] = {}
-    for number, group in enumerate(groups):
-        found.setdefault(number if all_groups else repr(_without_names(group)), []).append(group)
-    return [*found.values()]
 
 
 def _without_names(group: GroupFacts) -> GroupFacts:
@@ -193,7 +183,7 @@ def names_of(groups: EqualGroups) -> str:
     names = [group.name for group in groups]
     paths = [name.split(".") for name in names]
     if len({len(path) for path in paths}) == 1 and len(names) > 2:
-        differing = [i for i, parts in enumerate(zip(*paths)) if len({*parts}) > 1]
+        differing = [i for i, names_there in enumerate(zip(*paths)) if len({*names_there}) > 1]
         if len(differing) == 1 and all(path[differing[0]].isdigit() for path in paths):
             (place,) = differing
             numbers = [int(path[place]) for path in paths]
@@ -214,13 +204,6 @@ def group_title(groups: EqualGroups) -> str:
     return f"{names_of(groups)} ({', '.join(group.classes)}){number}: {how} ranks {ranks}"
 
 
-def group_details(group: GroupFacts) -> str:
-    dims = group.mesh_dims or (None,) * len(group.mesh_shape)
-    sizes = [str(size) if name is None else f"{name}={size}" for name, size in zip(dims, group.mesh_shape, strict=True)]
-    chosen = [f"{name}={value}" for name, value in (*group.policy.items(), *group.options.items())]
-    return f"mesh ({', '.join(sizes)}) on {group.device}; {', '.join(chosen)}"
-
-
 def flat_title(flat: FlatParameterFacts) -> str:
     dtypes = [flat.dtype]
     for what, dtype in (("computed in", flat.compute), ("reduced in", flat.reduce), ("gradients in", flat.gradient)):
@@ -238,7 +221,7 @@ def flat_title(flat: FlatParameterFacts) -> str:
 
 
 def row_of(param: ParameterFacts, rank: int) -> tuple[str, ...]:
-    """The cells of a parameter, for ``COLUMNS``; ``rank``: whose part is never left out."""
+    """The cells of a parameter, for ``COLUMNS``; ``rank``: whose shard is never left out."""
     name = param.fqn if not param.tied else f"{param.fqn} = {', '.join(param.tied)}"
     shape = str(param.shape)
     if param.local_shape != param.shape and param.parts:
@@ -247,16 +230,16 @@ def row_of(param: ParameterFacts, rank: int) -> tuple[str, ...]:
     return name, shape, param.dtype + frozen, f"{param.numel:,}", f"{param.offset:,}", held_by(param.parts, rank)
 
 
-def held_by(parts: Sequence[Part], rank: int) -> str:
-    """The parts of a parameter with the ranks that hold them; of many the first, the last and that of ``rank``."""
+def held_by(shards: Sequence[ShardFacts], rank: int) -> str:
+    """The shards of a parameter with the ranks that hold them; of many the first, the last and that of ``rank``."""
     shown, left_out = [], False
-    for i, part in enumerate(parts):
-        if len(parts) <= _MOST_PARTS or i in (0, len(parts) - 1) or rank in part.ranks:
-            shown.append(("... | " if left_out else "") + f"{range_of(part)} on {ranges_of(part.ranks)}")
+    for i, shard in enumerate(shards):
+        if len(shards) <= _MOST_RANGES or i in (0, len(shards) - 1) or rank in shard.ranks:
+            shown.append(("... | " if left_out else "") + f"{range_of(shard)} on {ranges_of(shard.ranks)}")
             left_out = False
         else:
             left_out = True
-    return f"{unit_of(parts[0])} {' | '.join(shown)}" if parts else "nothing to hold"
+    return f"{unit_of(shards[0])} {' | '.join(shown)}" if shards else "nothing to hold"
 
 
 def computed_by(computed: Sequence[Computed]) -> str:
@@ -267,39 +250,42 @@ def computed_by(computed: Sequence[Computed]) -> str:
         f"{item.start if item.stop == item.start + 1 else f'{item.start}-{item.stop - 1}'} on {ranges_of(item.ranks)}"
         for item in computed
     ]
-    return " | ".join(texts if len(texts) <= _MOST_PARTS else [*texts[: _MOST_PARTS - 2], "...", texts[-1]])
+    return " | ".join(texts if len(texts) <= _MOST_RANGES else [*texts[: _MOST_RANGES - 2], "...", texts[-1]])
 
 
-def part_of(part: Part) -> str:
-    """One part by itself."""
-    return f"{unit_of(part)} {range_of(part)} on {ranges_of(part.ranks)}"
+def unit_of(shard: ShardFacts) -> str:
+    return "elements" if shard.rows is None else "rows"
 
 
-def unit_of(part: Part) -> str:
-    return "elements" if part.rows is None else "rows"
-
-
-def range_of(part: Part) -> str:
+def range_of(shard: ShardFacts) -> str:
     """The rows or elements, both ends included."""
-    first, stop = part.rows or (part.start, part.stop)
+    first, stop = shard.rows or (shard.start, shard.stop)
     return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
 
 
 def report_of(facts: ModelFacts, all_groups: bool) -> Report:
     """The description of a model, with a picture of each flat parameter."""
     sections = []
-    for groups in collapsed(facts.groups, all_groups):
+    equal: dict[object, list[GroupFacts]] = {}
+    for number, group in enumerate(facts.groups):
+        equal.setdefault(number if all_groups else repr(_without_names(group)), []).append(group)
+    for groups in equal.values():
         group = groups[0]
-        sections.append(Section(group_title(groups), details=group_details(group)))
+        dims = group.mesh_dims or (None,) * len(group.mesh_shape)
+        shape = zip(dims, group.mesh_shape, strict=True)
+        mesh = ", ".join(str(size) if name is None else f"{name}={size}" for name, size in shape)
+        chosen = ", ".join(f"{name}={value}" for name, value in (*group.policy.items(), *group.options.items()))
+        sections.append(Section(group_title(groups), details=f"mesh ({mesh}) on {group.device}; {chosen}"))
         for flat in group.flat_parameters:
             rows, columns = [row_of(param, facts.rank) for param in flat.parameters], [*COLUMNS]
             if any(param.computed for param in flat.parameters):
-                columns.append(_COMPUTED)
+                columns.append("matrices computed by")
                 texts = [computed_by(param.computed) for param in flat.parameters]
                 rows = [(*row, text) for row, text in zip(rows, texts, strict=True)]
             frozen = [number for number, param in enumerate(flat.parameters) if not param.requires_grad]
             drawn = partial(picture, flat, group)
-            sections.append(Section(flat_title(flat), columns, rows, _RIGHT, frozen, is_part=True, picture=drawn))
+            right = ("elements", "offset")
+            sections.append(Section(flat_title(flat), columns, rows, right, frozen, is_part=True, picture=drawn))
     others = [f"{other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}" for other in facts.others]
     if others:
         where = "in no group, whole on every rank; see find_unreduced_parameters(model)"
@@ -339,7 +325,7 @@ def picture(flat: FlatParameterFacts, group: GroupFacts) -> str:
         frame = f'x="{_LABEL}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}"'
         bars.append(f'<rect {frame} fill="#f3f3f3" stroke="#999"><title>padding where empty</title></rect>')
         for index, param in enumerate(flat.parameters):
-            bars.append(_piece(param, index, group.shard_ranks[shard], flat.shard_numel, y))
+            bars.append(_bar(param, index, group.shard_ranks[shard], flat.shard_numel, y))
     height = num_bars * _STEP
     if num_bars < flat.num_shards:
         bars.append(f'<text x="0" y="{height + 13}">and {flat.num_shards - num_bars} more shards</text>')
@@ -347,15 +333,16 @@ def picture(flat: FlatParameterFacts, group: GroupFacts) -> str:
     return f'<svg width="{_LABEL + _WIDTH + 1}" height="{height}" role="img">{"".join(bars)}</svg>'
 
 
-def _piece(param: ParameterFacts, index: int, ranks: tuple[int, ...], shard_numel: int, y: int) -> str:
+def _bar(param: ParameterFacts, index: int, ranks: tuple[int, ...], shard_numel: int, y: int) -> str:
     """A parameter in the bar of one shard; nothing if it has no element there."""
-    part = next((item for item in param.parts if item.ranks == ranks), None)
-    if part is None:
+    held = next((item for item in param.parts if item.ranks == ranks), None)
+    if held is None:
         return ""
-    x = _LABEL + part.shard_start * _WIDTH / shard_numel
-    width = (part.shard_stop - part.shard_start) * _WIDTH / shard_numel
+    x = _LABEL + held.shard_start * _WIDTH / shard_numel
+    width = (held.shard_stop - held.shard_start) * _WIDTH / shard_numel
     color = f"hsl({index * 137 % 360}, 55%, {'70' if param.requires_grad else '88'}%)"
-    title = escape(f"{param.fqn} {param.shape}: {part_of(part)}")
+    where = f"{unit_of(held)} {range_of(held)} on {ranges_of(held.ranks)}"
+    title = escape(f"{param.fqn} {param.shape}: {where}")
     frame = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_HEIGHT}"'
     label = ""
     if width > 7 * len(param.fqn):

@@ -15,14 +15,7 @@ from typing import Any
 import torch.nn as nn
 
 from .._arguments import checked
-from ..extension import (
-    HANG_SECONDS_ENV,
-    POSITION_MARK,
-    SHARDED_PARAM_ATTRIBUTE,
-    get_state,
-    modules_to_run,
-    states_to_run,
-)
+from ..extension import POSITION_MARK, ParamAttribute, get_state, modules_to_run, states_to_run
 
 # ---- ``find_unreduced_parameters(model)``: the trainable parameters of a model whose gradients are not reduced.
 
@@ -67,7 +60,7 @@ def find_unreduced_parameters(model: nn.Module) -> list[UnreducedParameter]:
                 continue
             if id(param) in ignored:
                 reason = "passed as ignored_params: reduce its gradients yourself, or freeze it"
-            elif SHARDED_PARAM_ATTRIBUTE in param.__dict__:
+            elif ParamAttribute.SHARDED in param.__dict__:
                 reason = (
                     "was tied to a parameter that another group sharded, and is no longer the same tensor: shard the "
                     "modules that share it in one call, fully_shard([a, b])"
@@ -116,8 +109,8 @@ def explain_hang(positions: Iterable[Position]) -> str:
         groups[position["ranks"], position["size"]][position["rank"]] = position  # the last one counts
     if not groups:
         return (
-            f"no rank logged its position: either none hung for long enough ({HANG_SECONDS_ENV}), or these are not "
-            "the logs of the ranks' stderr"
+            "no rank logged its position: either none hung for long enough (FSDP_COMPOSE_HANG_SECONDS), or these are "
+            "not the logs of the ranks' stderr"
         )
     return "\n\n".join(_explain(ranks, size, by_rank) for (ranks, size), by_rank in groups.items())
 
@@ -127,7 +120,7 @@ def _explain(ranks: str, size: int, by_rank: dict[int, Position]) -> str:
     silent = [rank for rank in range(size) if rank not in by_rank]
     if silent:
         lines.append(
-            f"  {_ranks(silent)} logged nothing: ended, still working, or its log is missing. Look there first"
+            f"  {_ranks(silent)}: logged nothing: ended, still working, or its log is missing. Look there first"
         )
     by_number: dict[int, list[int]] = defaultdict(list)
     for rank, position in sorted(by_rank.items()):
@@ -135,16 +128,16 @@ def _explain(ranks: str, size: int, by_rank: dict[int, Position]) -> str:
     behind = min(by_number)
     if len(by_number) > 1:
         ahead = [rank for rank in by_rank if rank not in by_number[behind]]
-        lines.append(f"  {_ranks(by_number[behind])} behind: the others wait for {_them(by_number[behind])}")
+        lines.append(f"  {_ranks(by_number[behind])}: behind: the others wait for {_ranks(by_number[behind])}")
         lines += _where(by_number[behind], by_rank)
-        lines.append(f"  {_ranks(ahead)} waiting")
+        lines.append(f"  {_ranks(ahead)}: waiting")
         lines += _where(ahead, by_rank)
         return "\n".join(lines)
     lasts = {position["last"] for position in by_rank.values()}
     if len(lasts) > 1:
         lines.append("  the ranks issued the same number of collectives, but different ones:")
     elif silent:
-        lines.append(f"  the other ranks are at the same place: they wait for {_them(silent)}")
+        lines.append(f"  the other ranks are at the same place: they wait for {_ranks(silent)}")
     else:
         lines.append(
             "  all ranks are at the same place: none is behind. Either a collective does not finish (the network, a "
@@ -158,26 +151,21 @@ def _where(ranks: Sequence[int], by_rank: dict[int, Position]) -> list[str]:
     """Describe where ranks are, with one line for all ranks at the same place."""
     places: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        places[_place(by_rank[rank])].append(rank)
+        position = by_rank[rank]
+        phase = position["phase"] or "between iterations"
+        last = position["last"] or "none since the last exchange of all ranks"
+        program = position["program"] or "?"
+        if position["waits_in"]:
+            program += f", in {position['waits_in']}"
+        places[f"{position['number']} collectives; {phase}; last: {last}; program at {program}"].append(rank)
     return [
-        f"    {_ranks(sharing)} {place} (for {max(by_rank[rank]['seconds'] for rank in sharing)} s; "
+        f"    {_ranks(sharing)}: {place} (for {max(by_rank[rank]['seconds'] for rank in sharing)} s; "
         f"{', '.join(sorted({by_rank[rank]['host'] for rank in sharing})[:3])})"
         for place, sharing in places.items()
     ]
 
 
-def _place(position: Position) -> str:
-    phase = position["phase"] or "between iterations"
-    last = position["last"] or "none since the last exchange of all ranks"
-    waits_in = f", in {position['waits_in']}" if position["waits_in"] else ""
-    return f"{position['number']} collectives; {phase}; last: {last}; program at {position['program'] or '?'}{waits_in}"
-
-
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"{_them(ranks)}:"
-
-
-def _them(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:16]))
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
@@ -186,8 +174,5 @@ def _them(ranks: Sequence[int]) -> str:
 def explain_logs(paths: Sequence[Path]) -> str:
     """``explain_hang`` of log files, and of all files in folders (as ``torchrun --log-dir`` makes them)."""
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
-    lines: list[str] = []
-    for file in files:
-        if file.is_file():
-            lines += file.read_text(errors="replace").splitlines()
-    return explain_hang(positions_in(lines))
+    texts = [file.read_text(errors="replace") for file in files if file.is_file()]
+    return explain_hang(positions_in([line for text in texts for line in text.splitlines()]))

@@ -30,10 +30,9 @@ from .._torch import (
     namespaces_of_collectives,
     overload_packet,
     process_group_of,
-    simplified,
     storage_id,
 )
-from ..extension import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Work
+from ..extension import CollectiveKind, Work
 from .plan_report import ACTIVATIONS, GATHERED, KINDS, OTHER, TEMPORARY, CollectiveFacts, Moment
 from .step_events import Operation, StepEvent, nbytes_of, operation_of
 
@@ -54,21 +53,15 @@ class _Item:
 
 
 class Ledger:
-    """Tracks the storages of a run.
-
-    Attributes:
-        has_recomputed: backward recomputed a forward, that is, it made tensors with grad mode on.
-        phase: the current phase.
-        events: what this step does, in order, see ``step_events``.
-    """
+    """Tracks the storages of a run."""
 
     def __init__(self) -> None:
         self.phase = ""
-        self.events: list[StepEvent] = []
+        self.events: list[StepEvent] = []  # what this step does, in order
         self._items: dict[int, _Item] = {}
         self._phases: list[tuple[str, list[tuple[_Item, int]]]] = [("", [])]  # with what changed, by how many bytes
         self._kind = OTHER
-        self.has_recomputed = False
+        self.has_recomputed = False  # whether backward recomputed a forward, that is, made tensors with grad mode on
 
     def begin(self, name: str, kind: str) -> None:
         """Begin the phase ``name``. New storages are of ``kind`` until ``label`` says otherwise."""
@@ -117,15 +110,12 @@ class Ledger:
         key = storage_id(storage)
         item = self._items.get(key)
         if item is None:
-            item = self._items[key] = _Item(self._kind_of_new(), 0, weakref.ref(storage, partial(self._died, key)))
+            kind = self._kind
+            if self.is_recomputing:
+                kind, self.has_recomputed = ACTIVATIONS, True
+            item = self._items[key] = _Item(kind, 0, weakref.ref(storage, partial(self._died, key)))
             self._change(item, storage.nbytes())
         return item
-
-    def _kind_of_new(self) -> str:
-        if not self.is_recomputing:
-            return self._kind
-        self.has_recomputed = True
-        return ACTIVATIONS
 
     @property
     def is_recomputing(self) -> bool:
@@ -227,30 +217,19 @@ def _operation(func: Any) -> _Operation:
         has_out=has_out,
         is_in_place=bool(written) and None not in results and not has_out,
         is_composite=is_composite(func),
-        needs_elements=not _ELEMENT_TAGS.isdisjoint(func.tags),
+        needs_elements=torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags,
         is_product="scaled_dot_product" in name or "grouped_mm" in name or overload_packet(func) in flop_registry,
         placing=tuple(item.name for item in arguments if item.name in ("device", "pin_memory", "generator")),
     )
-
-
-_ELEMENT_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 Take = Callable[[CollectiveFacts, dist.ProcessGroup], Work]
 
 
 class DryRun(DispatchMode):
-    """A dispatch mode that skips the kernels of operations on CPU tensors.
-
-    Args:
-        ledger: tracks storages.
-        note: called every now and then with the number of operations so far.
-        take: called with each collective of the model itself and its process group; returns its work.
-
-    Attributes:
-        computed: operations that had to be computed because torch cannot infer their output shapes.
-        num_products: matrix products, convolutions and attentions so far.
-    """
+    """A dispatch mode that skips the kernels of operations on CPU tensors. ``note`` is called every now and then with
+    the number of operations so far; ``take`` with each collective of the model itself and its process group, for its
+    work."""
 
     def __init__(self, ledger: Ledger, note: Callable[[int], None], take: Take) -> None:
         super().__init__()
@@ -260,8 +239,8 @@ class DryRun(DispatchMode):
         # By operation and arguments, since layers repeat the same ones: results, as meta tensors; and what is noted.
         self._shapes: dict[Hashable, Any] = {}
         self._events: dict[Hashable, Operation | None] = {}
-        self.computed: set[str] = set()
-        self.num_products = 0
+        self.computed: set[str] = set()  # those of which torch cannot infer the shapes of results
+        self.num_products = 0  # matrix products, convolutions and attentions so far
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -270,7 +249,7 @@ class DryRun(DispatchMode):
         if any(item.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for item in types):
             return NotImplemented  # DTensors and the like: operations on their inner tensors come back here
         tensors = _tensors((args, kwargs))
-        if any(item.is_meta for item in tensors) or _is_meta(kwargs.get("device")):
+        if any(item.is_meta for item in tensors) or torch.device(kwargs.get("device") or "cpu").type == "meta":
             return func(*args, **kwargs)  # meta tensors have no memory
         self._num_operations += 1
         if self._num_operations % _NOTE_EVERY == 0:
@@ -279,7 +258,7 @@ class DryRun(DispatchMode):
         self.num_products += operation.is_product
         if operation.is_composite:
             with self:
-                result = simplified(func, args, kwargs)
+                result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if operation.is_view or func.namespace == "c10d":
@@ -307,7 +286,7 @@ class DryRun(DispatchMode):
         if found is None:
             return
         work, made = self._take(*found), _tensors(args[0] if func.namespace == "c10d" else result)
-        for item in made if found[0].kind == ALL_TO_ALL else ():
+        for item in made if found[0].kind == CollectiveKind.ALL_TO_ALL else ():
             self._ledger.lose_values(item)
         if func.namespace != functional_collectives().name:
             work.wait()
@@ -315,7 +294,6 @@ class DryRun(DispatchMode):
         self._in_flight |= {storage_id(item.untyped_storage()): work for item in made}
 
     def _note_event(self, func: Any, operation: _Operation, args: Any, kwargs: Any, result: Any, key: Hashable) -> None:
-        """Add what the operation does to the step's events."""
         ledger = self._ledger
         is_repeated = ledger.is_recomputing
         key = key, ledger.phase, is_repeated
@@ -333,12 +311,11 @@ class DryRun(DispatchMode):
     def _run(
         self, func: Any, operation: _Operation, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Hashable
     ) -> Any:
-        """Return the results of an operation that has a kernel."""
         can_compute = all(map(self._ledger.has_values, tensors)) and _are_small(tensors)
         if operation.is_in_place:
             return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
-        if func._schema.name in _INDEXING:
-            args = (args[0], [part for item in args[1] for part in self._without_mask(func, item)], *args[2:])
+        if func._schema.name in ("aten::index", "aten::_unsafe_index"):
+            args = (args[0], [index for item in args[1] for index in self._without_mask(func, item)], *args[2:])
             key = func, _key_of((args, kwargs)), key
         elif operation.needs_elements:
             if not can_compute:
@@ -355,14 +332,12 @@ class DryRun(DispatchMode):
         return index.nonzero().unbind(1)
 
     def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the operation."""
         result = func(*args, **kwargs)
         for item in _tensors(result):
             self._ledger.see(item)
         return result
 
     def _made(self, func: Any, operation: _Operation, args: Any, kwargs: Any, can_compute: bool, key: Hashable) -> Any:
-        """Return the results of an operation that makes tensors."""
         try:
             shapes = self._shapes.get(key)
             if shapes is None:
@@ -407,36 +382,30 @@ class DryRun(DispatchMode):
 
 
 def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
-    """Return the results as meta tensors.
-
-    Raises:
-        NotImplementedError: torch cannot tell.
-    """
+    """Return the results as meta tensors. Raises NotImplementedError if torch cannot tell."""
     on_meta = {name: "meta" if name == "device" else None for name in operation.placing}
     args, kwargs = tree_map(_without_elements, (args, {**kwargs, **on_meta}))
-    if func._schema.name not in _HALF_ON_META:
+    if func._schema.name != "aten::_grouped_mm":
         return func(*args, **kwargs)
+    # The CPU has it in all dtypes, but meta only in bfloat16.
     (dtype,) = {item.dtype for item in _tensors(args) if item.is_floating_point()}
     args, kwargs = tree_map(partial(_without_elements, dtype=torch.bfloat16), (args, kwargs))
     return tree_map(partial(_without_elements, dtype=dtype), func(*args, **kwargs))
 
 
-_HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but on meta only in bfloat16
-
-
 def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, dist.ProcessGroup] | None:
     """Describe a collective that the model itself calls, and say of which process group; ``None``: it is none. Every
-    rank is taken to send as much as this one, and an equal part to each."""
+    rank is taken to send as much as this one, and an equal chunk to each."""
     name = func._schema.name.partition("::")[2].replace("_", "")
-    kind = next((kind for part, kind in _COLLECTIVES.items() if part in name), None)
+    kind = next((kind for word, kind in _COLLECTIVES.items() if word in name), None)
     if func.namespace not in namespaces_of_collectives or kind is None:
         return None
     names = [item.name for item in func._schema.arguments]
     is_in_place = "process_group" in names
     group = process_group_of(args[names.index("process_group" if is_in_place else "group_name")])
-    given, made = args[is_in_place and kind != ALL_REDUCE], args[0] if is_in_place else result
+    given, made = args[is_in_place and kind != CollectiveKind.ALL_REDUCE], args[0] if is_in_place else result
     sent, num_ranks = nbytes_of(_tensors(given)), group.size()
-    if kind == ALL_TO_ALL:
+    if kind == CollectiveKind.ALL_TO_ALL:
         facts = CollectiveFacts(kind, group.group_desc, sent * num_ranks, num_ranks, sent - sent // num_ranks)
     else:
         facts = CollectiveFacts(kind, group.group_desc, max(sent, nbytes_of(_tensors(made))), num_ranks)
@@ -444,15 +413,18 @@ def _collective_of(func: Any, args: Any, result: Any) -> tuple[CollectiveFacts, 
 
 
 _COLLECTIVES = {  # by a part of the names of torch's operations, without underscores
-    "alltoall": ALL_TO_ALL, "allgather": ALL_GATHER, "reducescatter": REDUCE_SCATTER, "allreduce": ALL_REDUCE,
-}  # fmt: skip
+    "alltoall": CollectiveKind.ALL_TO_ALL,
+    "allgather": CollectiveKind.ALL_GATHER,
+    "reducescatter": CollectiveKind.REDUCE_SCATTER,
+    "allreduce": CollectiveKind.ALL_REDUCE,
+}
 
 
 @contextmanager
 def kernels_of_devices() -> Iterator[None]:
     """On this thread, let RMSNorm be one operation that keeps its input and a number for each row, as on accelerators;
     on the CPU it is several, which keep more. FlexAttention, which has no backward there, is an attention to all, and
-    DTensors exchange parts by all-to-alls."""
+    DTensors exchange chunks by all-to-alls."""
     on_cpu, thread = torch.rms_norm, get_ident()
 
     def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
@@ -468,10 +440,6 @@ def kernels_of_devices() -> Iterator[None]:
             yield
     finally:
         torch.rms_norm = on_cpu
-
-
-def _is_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -521,9 +489,6 @@ def _without_elements(item: Any, dtype: torch.dtype | None = None) -> Any:
         return item
     dtype = dtype if dtype is not None and item.is_floating_point() else item.dtype
     return torch.empty_strided(item.shape, item.stride(), dtype=dtype, device="meta")
-
-
-_INDEXING = {"aten::index", "aten::_unsafe_index"}
 
 
 def _error_of(func: Any) -> str:

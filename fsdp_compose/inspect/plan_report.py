@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -80,17 +80,17 @@ class CollectiveFacts:
     is_exposed: bool = False
 
     @property
-    def part_bytes(self) -> int:
-        """Size of one rank's part."""
+    def chunk_bytes(self) -> int:
+        """Size of what one rank gives or gets."""
         return self.nbytes // self.num_ranks
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends at least, by ring algorithms: the parts of all others, twice in an all-reduce. In an
+        """Bytes that a rank sends at least, by ring algorithms: the chunks of all others, twice in an all-reduce. In an
         all-to-all, those that this rank sends."""
         if self.sent is not None:
             return self.sent
-        return (self.nbytes - self.part_bytes) * (2 if self.kind == "all-reduce" else 1)
+        return (self.nbytes - self.chunk_bytes) * (2 if self.kind == "all-reduce" else 1)
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,8 @@ class Plan:
         """Format the plan as tables of memory, collectives and layout, with advice."""
         return as_text(report_of(self))
 
+    __str__ = text
+
     def json(self) -> str:
         """Return everything as JSON, for programs."""
         worlds = []
@@ -210,10 +212,7 @@ class Plan:
             ImportError: matplotlib is not installed.
             ValueError: the name has another suffix, or there is no such folder.
         """
-        save_picture(self, Path(path))
-
-    def __str__(self) -> str:
-        return self.text()
+        save_figure(Path(path), (2.5 + 1.2 * max(3, len(self.worlds)), 5), partial(_draw, self))
 
 
 # ---- The report of a plan: tables with a row for each number of ranks
@@ -238,14 +237,14 @@ def report_of(plan: Plan) -> Report:
     rows = [_collective_row(world, kinds) for world in plan.worlds]
     flat = ("ranks", "flat parameters", "kept by a rank", "padding of all", "in rows", "in elements")
     sections = [
-        _table("peak memory of one rank in a step", memory, map(_memory_row, plan.worlds)),
-        _table("collectives in a step: count and total bytes", collectives, rows),
-        _table("layout", flat, map(_layout_row, plan.worlds)),
+        Section("peak memory of one rank in a step", memory, [*map(_memory_row, plan.worlds)], right=memory),
+        Section("collectives in a step: count and total bytes", collectives, rows, right=collectives),
+        Section("layout", flat, [*map(_layout_row, plan.worlds)], right=flat),
     ]
     limits = [row for world in plan.worlds if world.limited for row in _limit_rows(world)]
     if limits:
         columns = ("ranks", "limit", "peak", "in", "exposed collectives")
-        sections.append(_table("peak memory with limit_unsharded_bytes", columns, limits))
+        sections.append(Section("peak memory with limit_unsharded_bytes", columns, limits, right=columns))
     steps = [f"{world.world_size:,} ranks: {world.step}" for world in plan.worlds if world.step is not None]
     if steps:
         sections.append(Section("the optimizer's step", items=steps))
@@ -259,20 +258,11 @@ def report_of(plan: Plan) -> Report:
     return Report(layout.name, [heading], sections)
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[list[str]]) -> Section:
-    return Section(title, columns, [*rows], right=columns)
-
-
-def mesh_of(world: WorldFacts) -> str:
-    """Format the mesh shapes of the groups."""
-    shapes = {"x".join(map(str, group.mesh_shape)) for group in world.layout.groups}
-    return ", ".join(sorted(shapes)) or "-"
-
-
 def _memory_row(world: WorldFacts) -> list[str]:
     peak = world.peak
     kinds = [bytes_of(peak.bytes_by_kind[kind]) if peak.bytes_by_kind[kind] else "-" for kind in KINDS]
-    start = [f"{world.world_size:,}", mesh_of(world), bytes_of(peak.nbytes), peak.doing]
+    meshes = sorted({"x".join(map(str, group.mesh_shape)) for group in world.layout.groups})
+    start = [f"{world.world_size:,}", ", ".join(meshes) or "-", bytes_of(peak.nbytes), peak.doing]
     return [*start, *kinds, bytes_of(world.building.nbytes)]
 
 
@@ -284,8 +274,8 @@ def _collective_row(world: WorldFacts, kinds: Sequence[str]) -> list[str]:
     if not world.collectives:
         return [*cells, "-", "-"]
     sent = sum(item.sent_bytes for item in world.collectives)
-    equal_parts = [item.part_bytes for item in world.collectives if item.sent is None]
-    return [*cells, bytes_of(sent), bytes_of(min(equal_parts)) if equal_parts else "-"]
+    chunks = [item.chunk_bytes for item in world.collectives if item.sent is None]
+    return [*cells, bytes_of(sent), bytes_of(min(chunks)) if chunks else "-"]
 
 
 def _limit_rows(world: WorldFacts) -> Iterator[list[str]]:
@@ -297,7 +287,7 @@ def _limit_rows(world: WorldFacts) -> Iterator[list[str]]:
 
 def _layout_row(world: WorldFacts) -> list[str]:
     layout, params = world.layout, world.layout.parameters
-    in_elements = sum(any(part.rows is None for part in param.parts) for param in params)
+    in_elements = sum(any(shard.rows is None for shard in param.parts) for param in params)
     counts = len(params) - in_elements, in_elements
     sizes = bytes_of(layout.kept_bytes), bytes_of(layout.padding_bytes)
     return [f"{world.world_size:,}", f"{len(layout.flat_parameters):,}", *sizes, *map("{:,}".format, counts)]
@@ -323,11 +313,6 @@ def check_picture(path: Path) -> None:
         raise MisuseError(f"--plot {path}: expected a name that ends in {', '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
         raise MisuseError(f"--plot {path}: there is no folder {path.parent}")
-
-
-def save_picture(plan: Plan, path: Path) -> None:
-    """Write the picture, completely or not at all. Raises the errors of ``check_picture``."""
-    save_figure(path, (2.5 + 1.2 * max(3, len(plan.worlds)), 5), partial(_draw, plan))
 
 
 def save_figure(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
@@ -375,7 +360,7 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 # Bytes from each rank below which an all-gather takes the time of its latency: about 100 GB/s times 10 us.
-SMALL_PART = 1 << 20
+_SMALL_CHUNK = 1 << 20
 _LARGE_GROUP = 0.5  # of all parameters
 _LARGE_SHARE = 0.25  # of the peak
 _SMALL_STATE = 0.1  # of the peak
@@ -385,30 +370,30 @@ _MOST_NAMES = 3
 
 
 def advise(facts: WorldFacts) -> WorldFacts:
-    """Return ``facts`` with advice added."""
     rules = (_small_shards, _replicas, _large_group, _ties, _padding, _activations, _unreduced, _computed)
     return replace(facts, advice=tuple(item for rule in rules for item in rule(facts)))
 
 
 def _small_shards(facts: WorldFacts) -> Iterator[Advice]:
-    parts: dict[str, int] = {}
+    chunks: dict[str, int] = {}
     gathers = [item for item in facts.gathers if item.num_ranks > 1]
     for item in gathers:
-        parts[item.group] = max(parts.get(item.group, 0), item.part_bytes)
-    small = {name: part for name, part in parts.items() if part < SMALL_PART}
-    if not small or (len(small) == 1 and len(parts) > 1):  # a single small group, usually the root's, costs little
+        chunks[item.group] = max(chunks.get(item.group, 0), item.chunk_bytes)
+    small = {name: nbytes for name, nbytes in chunks.items() if nbytes < _SMALL_CHUNK}
+    if not small or (len(small) == 1 and len(chunks) > 1):  # a single small group, usually the root's, costs little
         return
     smallest = min(small, key=lambda name: small[name])
     typical = sorted(small.values())[len(small) // 2]
     text = (
-        f"{len(small)} of {len(parts)} groups gather less than {SMALL_PART >> 20} MiB from each rank (smallest: "
+        f"{len(small)} of {len(chunks)} groups gather less than {_SMALL_CHUNK >> 20} MiB from each rank (smallest: "
         f"{smallest}, {bytes_of(small[smallest])}), so latency dominates their all-gathers."
     )
-    num_together = -(-SMALL_PART // max(1, typical))
+    num_together = -(-_SMALL_CHUNK // max(1, typical))
     if num_together <= len(small):
         text += f" Make one group of {num_together} adjacent modules: fully_shard([block, ..., block])."
     num_ranks = max(item.num_ranks for item in gathers)
-    num_shards = _shards_that_are_long(typical * num_ranks, num_ranks)
+    whole, divisors = typical * num_ranks, [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    num_shards = max(n for n in divisors if n == 1 or whole // n >= _SMALL_CHUNK)  # the most that are not small
     if num_shards > 1:
         extra = _state_bytes(facts) * (num_ranks // num_shards - 1)
         text += (
@@ -416,13 +401,8 @@ def _small_shards(facts: WorldFacts) -> Iterator[Advice]:
             f"{bytes_of(extra)} more on each rank."
         )
     elif num_together > len(small):
-        text += f" Even merged they stay below {SMALL_PART >> 20} MiB: replicate() them instead."
+        text += f" Even merged they stay below {_SMALL_CHUNK >> 20} MiB: replicate() them instead."
     yield Advice("small shards", text)
-
-
-def _shards_that_are_long(whole: int, num_ranks: int) -> int:
-    """Return the largest divisor of ``num_ranks`` such that ``whole``, cut into that many parts, has no small ones."""
-    return max(n for n in range(1, num_ranks + 1) if num_ranks % n == 0 and (n == 1 or whole // n >= SMALL_PART))
 
 
 def _state_bytes(facts: WorldFacts) -> int:
@@ -520,11 +500,8 @@ REST = "*"  # in a mesh's shape: the remaining ranks
 
 
 def load_factory(text: str) -> Callable[..., Any]:
-    """Import the function that ``module:name`` or ``path/to/file.py:name`` names.
-
-    Raises:
-        ValueError: there is no such module, file or function. Exceptions of the module's own code propagate.
-    """
+    """Import the function that ``module:name`` or ``path/to/file.py:name`` names. Raises ValueError if there is none;
+    exceptions of the module's own code propagate."""
     place, colon, name = text.rpartition(":")
     if not (place and colon and name.isidentifier()):
         raise MisuseError(f"--model {text}: expected module:factory, or path/to/file.py:factory")
@@ -577,45 +554,34 @@ def _file(path: Path, text: str) -> ModuleType:
 
 
 def world_sizes_of(text: str) -> tuple[int, ...]:
-    """Parse ``8,64,1024``.
-
-    Raises:
-        ValueError: a part is not a number, or less than 1.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    """Parse ``8,64,1024``. Raises ValueError if an item is not a number, or less than 1."""
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise MisuseError(f"--world-size {text}: expected numbers of ranks, for example 8,64,1024")
-    return tuple(map(int, parts))
+    return tuple(map(int, sizes))
 
 
 def mesh_shape_of(text: str | None, world_size: int) -> tuple[int, ...]:
     """Parse the shape of a mesh of ``world_size`` ranks: ``8``, or ``2x4`` for 2 replicas of 4 shards; one number may
-    be ``*``, for the remaining ranks.
-
-    Raises:
-        ValueError: the text has another form, or the shape does not fit ``world_size``.
-    """
+    be ``*``, for the remaining ranks. Raises ValueError if it has another form, or does not fit ``world_size``."""
     if text is None:
         return (world_size,)
-    parts = text.lower().split("x")
-    is_size = [part == REST or (part.isdecimal() and int(part) > 0) for part in parts]
-    if len(parts) > 2 or not all(is_size) or parts.count(REST) > 1:
+    sizes = text.lower().split("x")
+    is_size = [size == REST or (size.isdecimal() and int(size) > 0) for size in sizes]
+    if len(sizes) > 2 or not all(is_size) or sizes.count(REST) > 1:
         raise MisuseError(
             f"--mesh {text}: expected the number of shards, or RxS for R replicas of S shards; one of them may be *, "
             "for the remaining ranks: *x8"
         )
-    given = math.prod(int(part) for part in parts if part != REST)
-    if world_size % given or (REST not in parts and given != world_size):
-        there = f"a multiple of {given}" if REST in parts else str(given)
+    given = math.prod(int(size) for size in sizes if size != REST)
+    if world_size % given or (REST not in sizes and given != world_size):
+        there = f"a multiple of {given}" if REST in sizes else str(given)
         raise MisuseError(f"--mesh {text}: needs {there} ranks, but --world-size is {world_size}")
-    return tuple(world_size // given if part == REST else int(part) for part in parts)
+    return tuple(world_size // given if size == REST else int(size) for size in sizes)
 
 
 def dtype_of(text: str | None, option: str) -> torch.dtype | None:
-    """
-    Raises:
-        ValueError: there is no such dtype.
-    """
+    """Raises ValueError if there is no such dtype."""
     if text is None or text in DTYPES:
         return None if text is None else DTYPES[text]
     raise MisuseError(f"{option} {text}: expected one of {', '.join(DTYPES)}")

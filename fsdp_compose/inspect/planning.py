@@ -124,7 +124,7 @@ def _name_of(optimizer: MakeOptimizer | OptimizerOf | None) -> str:
 
 def _build(
     factory: Callable[[], Any],
-    mesh: tuple[int, ...] | None,
+    mesh_shape: tuple[int, ...] | None,
     wrap: Sequence[str] | None,
     options: dict[str, Any],
     batch: int | None,
@@ -132,17 +132,25 @@ def _build(
 ) -> tuple[nn.Module, LossOf]:
     """Make the model, sharded, and the function that returns its loss. ``options`` holds those that were given."""
     model, loss_of = model_of(factory, batch, seq)
-    _shard(model, mesh, wrap, options)
+    if states_to_run(model):
+        given = [*options, *(["mesh"] if mesh_shape is not None else []), *(["wrap"] if wrap is not None else [])]
+        if given:
+            raise MisuseError(
+                f"{', '.join(given)}: the factory returns an already sharded model; leave these options out"
+            )
+        return model, loss_of
+    mesh = None
+    if mesh_shape is not None:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    modules = modules_to_wrap(model, wrap)
+    for module in (*modules, *([] if model in modules else [model])):
+        fully_shard(module, mesh=mesh, **options)
     return model, loss_of
 
 
 def model_of(factory: Callable[[], Any], batch: int | None, seq: int | None) -> tuple[nn.Module, LossOf]:
-    """Make the model and the function that returns its loss; see ``plan``.
-
-    Raises:
-        TypeError: ``factory`` returns something else.
-        ValueError: ``batch`` and ``seq`` are missing, or are too much.
-    """
+    """Make the model and the function that returns its loss; see ``plan``. Raises TypeError if ``factory`` returns
+    something else, ValueError if ``batch`` and ``seq`` are missing, or are too much."""
     made = factory()
     model, loss_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not (loss_of is None or callable(loss_of)):
@@ -170,30 +178,9 @@ def _with_limit(build: Callable[[], tuple[nn.Module, LossOf]], limit: int | str)
     return model, loss_of
 
 
-def _shard(
-    model: nn.Module, mesh_shape: tuple[int, ...] | None, wrap: Sequence[str] | None, options: dict[str, Any]
-) -> None:
-    if states_to_run(model):
-        given = [*options, *(["mesh"] if mesh_shape is not None else []), *(["wrap"] if wrap is not None else [])]
-        if given:
-            raise MisuseError(
-                f"{', '.join(given)}: the factory returns an already sharded model; leave these options out"
-            )
-        return
-    mesh = None
-    if mesh_shape is not None:
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    modules = modules_to_wrap(model, wrap)
-    for module in (*modules, *([] if model in modules else [model])):
-        fully_shard(module, mesh=mesh, **options)
-
-
 def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules that become groups, inner ones first; see ``plan``.
-
-    Raises:
-        ValueError: ``model`` contains no module of one of these classes.
-    """
+    """Return the modules that become groups, inner ones first; see ``plan``. Raises ValueError if ``model`` contains no
+    module of one of these classes."""
     if wrap is None:
         return [child for blocks in _outermost_lists(model) for child in blocks if _has_parameters(child)]
     classes = {type(module).__name__ for module in model.modules()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from io import StringIO
 
-from ..extension import as_ranges
+from ..errors import as_ranges
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,14 @@ def as_text(report: Report) -> str:
         if not section.is_part:
             lines.append("")
         lines.append(f"{indent}{section.title}")
-        lines += [f"{indent}  {line}" for line in (*details, *_aligned(section), *section.items)]
+        aligned = [
+            [cell.rjust(width) if name in section.right else cell.ljust(width) for cell in column]
+            for name, column in zip(section.columns, zip(section.columns, *section.rows, strict=True), strict=True)
+            for width in [max(map(len, column))]
+        ]
+        table = ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+        lines += [f"{indent}  {line}" for line in (*details, *table, *section.items)]
     return "\n".join(lines)
-
-
-def _aligned(section: Section) -> list[str]:
-    """Format the table as lines."""
-    cells = [section.columns, *section.rows]
-    columns = [
-        [cell.rjust(width) if name in section.right else cell.ljust(width) for cell in column]
-        for name, column in zip(section.columns, zip(*cells, strict=True), strict=True)
-        for width in [max(map(len, column))]
-    ]
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def for_stdout(report: Report) -> str:
@@ -113,17 +108,13 @@ def as_page(report: Report) -> str:
         if section.picture is not None:
             body.append(section.picture())
         if section.columns:
-            body.append(_html_table(section))
+            rows = [("th", section.columns), *(("td", row) for row in section.rows)]
+            lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in rows]
+            body.append("<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>")
         if section.items:
             body += ["<ul>", *(f"<li>{escape(item)}</li>" for item in section.items), "</ul>"]
     head = f'<meta charset="utf-8"><title>{escape(report.name)}</title><style>{_STYLE}</style>'
     return "\n".join(['<!DOCTYPE html><html lang="en">', f"<head>{head}</head><body>", *body, "</body></html>\n"])
-
-
-def _html_table(section: Section) -> str:
-    rows = [("th", section.columns), *(("td", row) for row in section.rows)]
-    lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in rows]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 # ---- Numbers in words

@@ -19,18 +19,7 @@ import torch.nn as nn
 
 from .._torch import fake_store, refuse_access, watched_storages
 from ..errors import MisuseError, MisuseRuntimeError
-from ..extension import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    GATHER,
-    REDUCE_SCATTER,
-    Label,
-    Transport,
-    Work,
-    states_to_run,
-    stay_on_cpu,
-)
+from ..extension import CollectiveKind, Label, Transport, Work, states_to_run, stay_on_cpu
 from ..optim import Matrixwise, Muon
 from .describe import collect
 from .diagnose import find_unreduced_parameters
@@ -67,15 +56,15 @@ class NothingMoves(Transport):
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
         self._ledger.label(GATHERED, whole)
-        return self._note(ALL_GATHER, whole.nbytes, whole)
+        return self._note(CollectiveKind.ALL_GATHER, whole.nbytes, whole)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
         self._ledger.label(REDUCTIONS, whole, shard)  # the shard is relabelled if it becomes a gradient
-        return self._note(REDUCE_SCATTER, whole.nbytes, shard)
+        return self._note(CollectiveKind.REDUCE_SCATTER, whole.nbytes, shard)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         self._ledger.label(REDUCTIONS, tensor)
-        return self._note(ALL_REDUCE, tensor.nbytes, tensor)
+        return self._note(CollectiveKind.ALL_REDUCE, tensor.nbytes, tensor)
 
     def all_to_all(
         self,
@@ -88,7 +77,7 @@ class NothingMoves(Transport):
     ) -> Work:
         self._ledger.lose_values(received)
         nbytes = num_moved * sent.element_size()
-        facts = CollectiveFacts(ALL_TO_ALL, str(label), nbytes, self.group.size(), sent.nbytes)
+        facts = CollectiveFacts(CollectiveKind.ALL_TO_ALL, str(label), nbytes, self.group.size(), sent.nbytes)
         return self._take(facts, self.group)
 
     def gather(
@@ -100,7 +89,7 @@ class NothingMoves(Transport):
         label: Label,
     ) -> None:
         nbytes = sum(stop - start for start, stop in ranges) * part.element_size()
-        self._note(GATHER, nbytes, whole).wait()
+        self._note(CollectiveKind.GATHER, nbytes, whole).wait()
 
     def _note(self, kind: str, nbytes: int, filled: torch.Tensor | None) -> Work:
         if filled is not None:
@@ -109,18 +98,13 @@ class NothingMoves(Transport):
 
 
 class _Work:
-    """A collective that is complete at once.
-
-    Attributes:
-        facts: as given.
-        is_exposed: nothing that takes long was computed between its start and the first wait for it.
-    """
+    """A collective that is complete at once."""
 
     def __init__(self, facts: CollectiveFacts, mode: DryRun, ledger: Ledger, issue: Issue) -> None:
         self.facts, self._mode, self._begun = facts, mode, mode.num_products
         self._events, self._wait = ledger.events, Wait(issue.number)
         self._events.append(issue)
-        self.is_exposed = False
+        self.is_exposed = False  # whether nothing that takes long was computed between its start and the first wait
         self._is_awaited = False
 
     def wait(self) -> None:
@@ -236,7 +220,6 @@ class _Simulation:
         )
 
     def _materialize(self, model: nn.Module) -> None:
-        """Give memory to what is on the meta device."""
         if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             return
         buffers = [(module, *item) for module in model.modules() for item in module.named_buffers(recurse=False)]

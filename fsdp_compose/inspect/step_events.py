@@ -18,33 +18,22 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of torch.
+    """One operation of torch."""
 
-    Attributes:
-        name: as in ``torch.ops.aten``, without overload, leading underscore and ``foreach``.
-        phase: ``forward``, ``backward`` or ``optimizer``.
-        flops: floating-point operations of a matrix product, convolution or attention, else 0. A causal attention has
-            half of those of a full one.
-        nbytes: bytes that are read and written: its arguments and results once each.
-        dtype: of the first argument.
-        num_tensors: how many tensors it updates, if it takes a list of them.
-        layout: of a product of two matrices: for each ``n``, or ``t`` if it is stored by columns; else empty.
-        is_attention: whether it is an attention.
-        hidden: of an operator of another library without a formula, the floating-point operations that its sizes allow:
-            for each element that it makes, two products over the largest dimension of its tensors.
-        is_repeated: it belongs to a forward that backward recomputes.
-    """
-
-    name: str
-    phase: str
+    name: str  # as in ``torch.ops.aten``, without overload, leading underscore and ``foreach``
+    phase: str  # ``forward``, ``backward`` or ``optimizer``
+    # Floating-point operations of a matrix product, convolution or attention, else 0. A causal attention has half of
+    # those of a full one.
     flops: float
-    nbytes: int
-    dtype: torch.dtype
-    num_tensors: int = 1
-    layout: str = ""
-    is_attention: bool = False
+    nbytes: int  # bytes that are read and written: its arguments and results once each
+    dtype: torch.dtype  # of the first argument
+    num_tensors: int = 1  # how many tensors it updates, if it takes a list of them
+    layout: str = ""  # of a product of two matrices: for each ``n``, or ``t`` if it is stored by columns; else empty
+    is_attention: bool = False  # whether it is an attention
+    # Of an operator of another library without a formula, the floating-point operations that its sizes allow: for each
+    # element that it makes, two products over the largest dimension of its tensors.
     hidden: float = 0.0
-    is_repeated: bool = False
+    is_repeated: bool = False  # it belongs to a forward that backward recomputes
 
     @property
     def is_backward(self) -> bool:
@@ -54,34 +43,23 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """The start of a collective.
+    """The start of a collective."""
 
-    Attributes:
-        number: counts the collectives of a step.
-        kind, group, nbytes: see ``CollectiveFacts``.
-        ranks: the global ranks that take part.
-        phase: see ``Operation``.
-        sent: of an all-to-all, bytes that this rank sends.
-    """
-
-    number: int
+    number: int  # counts the collectives of a step
+    # See ``CollectiveFacts``.
     kind: str
     group: str
     nbytes: int
-    ranks: Sequence[int]
-    phase: str
-    sent: int | None = None
+    ranks: Sequence[int]  # the global ranks that take part
+    phase: str  # see ``Operation``
+    sent: int | None = None  # of an all-to-all, bytes that this rank sends
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The first wait for a collective: what follows uses its result.
+    """The first wait for a collective: what follows uses its result."""
 
-    Attributes:
-        number: of the collective.
-    """
-
-    number: int
+    number: int  # of the collective
 
 
 StepEvent: TypeAlias = Operation | Issue | Wait
@@ -90,12 +68,8 @@ StepEvent: TypeAlias = Operation | Issue | Wait
 def operation_of(
     func: Any, args: Any, kwargs: Any, result: Any, flatten: Callable[[Any], list[torch.Tensor]], phase: str
 ) -> Operation | None:
-    """Describe an operation that has run, or would run; ``None``: it computes nothing.
-
-    Args:
-        flatten: returns the tensors in a nest of lists, tuples and dicts.
-        phase: see ``Operation``.
-    """
+    """Describe an operation that has run, or would run; ``None``: it computes nothing. ``flatten`` returns the tensors
+    in a nest of lists, tuples and dicts."""
     full_name = func._schema.name.partition("::")[2]
     name = full_name.removeprefix("_").removeprefix("foreach_")
     if name in _WITHOUT_KERNEL:
@@ -157,15 +131,13 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Count the operations by torch's formula, or one given to ``register_flop_formula``; ``None`` if there is none."""
     formula = flop_registry.get(overload_packet(func))
     if formula is None:
-        return _grouped_flops(*args[:2]) if "grouped_mm" in func._schema.name else None
+        if "grouped_mm" not in func._schema.name:
+            return None
+        a, b = args[:2]
+        groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1  # each takes its own columns of b
+        return 2.0 * a.numel() * b.shape[-1] / groups
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     return float(formula(*args, **kwargs, out_val=result))
-
-
-def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The operations of a grouped product, for which torch's counter has no formula."""
-    groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1  # each takes its own columns of b
-    return 2.0 * a.numel() * b.shape[-1] / groups
 
 
 def _attention_flops(func: Any, args: Any, given: Sequence[torch.Tensor], is_of_torch: bool) -> float | None:

@@ -5,6 +5,7 @@ formats without access to a model."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -22,12 +23,10 @@ import torch.nn as nn
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
 from ..extension import (
-    ALL_GATHER,
-    GATHER,
     Collective,
+    CollectiveKind,
     CollectiveNotes,
     Recorder,
-    Transport,
     Work,
     _FSDPState,
     listening,
@@ -61,11 +60,7 @@ class Clock:
 
 class DeviceClock(Clock):
     """An accelerator's clock. Marks are events on streams, so times say when the device did the work, not when the host
-    launched it. The clock synchronizes with the device when it is made and when it stops.
-
-    Args:
-        device: the accelerator.
-    """
+    launched it. The clock synchronizes with the device when it is made and when it stops."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device.type)
@@ -107,17 +102,12 @@ def recorded(states: Sequence[_FSDPState], notes_of: Callable[[_FSDPState], Coll
         yield
     finally:
         for handle, _ in handles:
-            handle.change_transports(lambda transport, _: transport.over(_unrecorded))
-
-
-def _unrecorded(sender: Transport) -> Transport:
-    return sender.inner if isinstance(sender, Recorder) else sender
+            handle.change_transports(
+                lambda transport, _: transport.over(lambda one: one.inner if isinstance(one, Recorder) else one)
+            )
 
 
 # ---- Recording events: transports report collectives, and ``core/flat/events`` reports everything else.
-
-
-_RANGES = ("forward", "recomputation", "backward", "reshard")
 
 
 @dataclass
@@ -137,22 +127,20 @@ class _Span:
 
 
 class Notebook:
-    """The events recorded so far."""
-
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._spans: list[_Span] = []
-        self._num_marks = 0
+        self._marks = itertools.count(1)
 
     def begin(self, what: str, group: str, track: str = COMPUTE, detail: str = "", nbytes: int = 0) -> _Span:
-        span = _Span(what, group, track, self.clock.mark(), self._count(), detail, nbytes)
+        span = _Span(what, group, track, self.clock.mark(), next(self._marks), detail, nbytes)
         self._spans.append(span)
         return span
 
     def end(self, span: _Span) -> None:
         """End ``span``; if its ``stop`` has no mark yet, now."""
         if span.ends is None:
-            span.stop, span.ends = self.clock.mark() if span.stop is None else span.stop, self._count()
+            span.stop, span.ends = self.clock.mark() if span.stop is None else span.stop, next(self._marks)
 
     def close(self) -> list[TraceEvent]:
         """End recording and return all events, in the order in which they began."""
@@ -165,21 +153,15 @@ class Notebook:
             span.start, span.stop = self.clock.seconds(span.start), self.clock.seconds(span.stop)
         return [TraceEvent(**vars(span)) for span in self._spans]
 
-    def _count(self) -> int:
-        self._num_marks += 1
-        return self._num_marks
-
 
 class _GroupNotes(CollectiveNotes):
-    """Records the collectives of one group."""
-
     def __init__(self, notebook: Notebook, state: _FSDPState) -> None:
         self._notebook, self._state = notebook, state
         self._under_way: dict[Collective, _Span] = {}
         self._waits: dict[Collective, _Span] = {}
 
     def issue(self, collective: Collective) -> None:
-        track = ALL_GATHERS if collective.kind in (ALL_GATHER, GATHER) else REDUCTIONS
+        track = ALL_GATHERS if collective.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER) else REDUCTIONS
         about = collective.kind, self._state.name, track, str(collective), collective.nbytes
         self._under_way[collective] = self._notebook.begin(*about)
 
@@ -187,7 +169,7 @@ class _GroupNotes(CollectiveNotes):
         self._under_way[collective].stop = self._notebook.clock.mark_end(work)
 
     def wait(self, collective: Collective) -> None:
-        if collective.kind != GATHER and collective in self._under_way:
+        if collective.kind != CollectiveKind.GATHER and collective in self._under_way:
             self._waits[collective] = self._notebook.begin(WAIT, self._state.name, COMPUTE, str(collective))
 
     def done(self, collective: Collective) -> None:
@@ -205,19 +187,12 @@ class _SpanNotes:
         self._states = {id(state) for state in states}
 
     def begin(self, what: str, group: object, name: str) -> Callable[[], None]:
-        if what not in _RANGES or id(group) not in self._states:
-            return _nothing
+        if what not in ("forward", "recomputation", "backward", "reshard") or id(group) not in self._states:
+            return lambda: None
         return partial(self._notebook.end, self._notebook.begin(what, name))
 
 
-def _nothing() -> None:
-    """End an event that is not recorded."""
-
-
 # ---- ``trace()``
-
-
-_PICTURES = (".png", ".svg")
 
 
 class Trace:
@@ -267,7 +242,7 @@ class Trace:
             ImportError: a picture needs matplotlib, which is not installed.
         """
         path = Path(path)
-        if path.suffix not in (".json", *_PICTURES):
+        if path.suffix not in (".json", ".png", ".svg"):
             raise MisuseError(f"Trace.save({str(path)!r}): expected a name that ends in .json, .png or .svg")
         if path.suffix == ".json":
             path.write_text(json.dumps(as_chrome_trace(self.events, self.rank, self.began)))
@@ -376,5 +351,5 @@ class _Lines(CollectiveNotes):
         self._take(str(collective))
 
     def done(self, collective: Collective) -> None:
-        if collective.kind != GATHER:  # a gather is waited for at once
+        if collective.kind != CollectiveKind.GATHER:  # a gather is waited for at once
             self._take(f"  wait for {collective.kind} {collective.label}")

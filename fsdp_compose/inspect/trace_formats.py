@@ -91,20 +91,15 @@ def as_text(events: Sequence[TraceEvent], has_times: bool) -> str:
     for event in sorted(events, key=_place):
         running = [item for item in running if item.ends > _place(event)]
         times = f"{event.start * 1e3:10.3f} {event.seconds * 1e3:9.3f}  " if has_times else ""
-        lines.append(times + "  " * len(running) + line_of(event))
+        cut = " (did not end)" if event.was_cut else ""
+        is_wait = event.what == WAIT
+        line = f"wait for {event.detail.partition(' (')[0]}" if is_wait else (event.detail or event.name) + cut
+        lines.append(times + "  " * len(running) + line)
         if event.track == COMPUTE and event.what not in (WAIT, "reshard"):
             running.append(event)
     if has_times:
         lines = [f"{'ms, at':>10} {'for':>9}", *lines, "", *summary(events)]
     return "\n".join(lines)
-
-
-def line_of(event: TraceEvent) -> str:
-    """Describe one event, without times."""
-    if event.what == WAIT:
-        return f"wait for {event.detail.partition(' (')[0]}"
-    cut = " (did not end)" if event.was_cut else ""
-    return (event.detail or event.name) + cut
 
 
 def summary(events: Sequence[TraceEvent]) -> list[str]:
@@ -176,11 +171,7 @@ _MOST_INCHES = 40.0
 
 
 def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
-    """Write the picture in the format of ``path``'s suffix.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Write the picture in the format of ``path``'s suffix. Raises ImportError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             f"saving a trace as {path.suffix} needs matplotlib (pip install matplotlib); .json works without it"

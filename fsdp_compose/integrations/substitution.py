@@ -13,11 +13,7 @@ Function = Callable[..., Any]
 
 def with_functions(function: Function, replaced: Mapping[Function, Function]) -> Function:
     """Return a copy of ``function`` that calls the values of ``replaced`` in place of its keys. So do copies of those
-    functions of the same package that it calls by a global name.
-
-    Raises:
-        RuntimeError: nothing that it calls is to be replaced.
-    """
+    functions of the same package that it calls by a global name. Raises RuntimeError if it calls none of them."""
     package = function.__module__.partition(".")[0]
     seen: dict[Any, dict[str, Any]] = {}  # the functions that each one calls, by its global names
 

@@ -33,7 +33,6 @@ from ..extension import (
     MatrixOptimizer,
     RaggedDTensor,
     RaggedShard,
-    RaggedSpec,
     handle_of,
     local_of,
     never_traced,
@@ -520,8 +519,7 @@ class _Known:
             return local.view(tuple(shape))
         placements = self.placements(number, shape)
         if isinstance(param, RaggedDTensor):
-            spec = RaggedSpec.make(param.device_mesh, placements, shape, local.dtype)
-            return RaggedDTensor(local.reshape(spec.local_shape), spec)
+            return RaggedDTensor._from_elements(local, param.device_mesh, placements, shape)
         placed: torch.Tensor = DTensor.from_local(
             local.view(tuple(shape)), param.device_mesh, placements, run_check=False
         )

@@ -26,12 +26,8 @@ from ..errors import MisuseError
 
 
 class BoundedOrder(FixedOrder):
-    """The scheduler of a root with a limit.
-
-    Args:
-        limit: bytes of gathered parameters and of gradients on their way, at a time. Groups that stay gathered between
-            forward and backward do not count.
-    """
+    """The scheduler of a root with a limit: bytes of gathered parameters and of gradients on their way, at a time.
+    Groups that stay gathered between forward and backward do not count."""
 
     is_capturable = False
 

@@ -79,7 +79,7 @@ class ChunkedLayout(FlatLayout):
     def holders(self, index: int) -> range:
         return range(-(-self.params[index].numel // max(self.chunk_numel(index), 1)))
 
-    def own_part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+    def own_shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         return torch.cat([piece[rank].reshape(-1) for piece in self.pieces(flat)])
 
     def own_elements(self, index: int, whole: torch.Tensor, rank: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ class ChunkedLayout(FlatLayout):
 
     @cached_property
     def _rows(self) -> list[int]:
-        """Of each piece, in how many runs a rank's elements lie."""
+        """Into how many runs of neighbours the chunk of a rank is divided, for each piece."""
         rows = []
         for index, (param, dim) in enumerate(zip(self.params, self.dims, strict=True)):
             chunk = self.chunk_numel(index)

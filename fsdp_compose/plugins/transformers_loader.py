@@ -1,4 +1,4 @@
-"""The loaders of transformers and peft: which part of a whole tensor this rank gets.
+"""The loaders of transformers and peft: which shard of a whole tensor this rank gets.
 
 They assume equal chunks, and both ask transformers' class ``DtensorShardOperation`` (checked with transformers 5.23
 and 5.24, and peft 0.21). ``fully_shard`` changes its methods, for our placements alone, if the class is imported by
@@ -48,9 +48,9 @@ def _extend(loader: Any) -> None:
     def shard_tensor(
         self: Any, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
-        """Return this rank's part of ``source``, a tensor or a slice of a file. With ``tensor_idx``, ``source`` is one
-        index of dim 0 of the parameter, and the result is ``None`` if this rank has no part of it. Of a parameter of
-        which this rank has no part at all it gets one, which ``torch.stack`` leaves out: an empty list has no shape.
+        """Return this rank's shard of ``source``, a tensor or a slice of a file. With ``tensor_idx``, ``source`` is one
+        index of dim 0 of the parameter, and the result is ``None`` if this rank has nothing of it. Of a parameter of
+        which this rank has nothing at all it gets one, which ``torch.stack`` leaves out: an empty list has no shape.
 
         Raises:
             NotImplementedError: ``source`` is one index of a parameter that is sharded between elements.
@@ -73,18 +73,18 @@ def _extend(loader: Any) -> None:
                     f"{placement!r} shards a parameter of {num_stacked} stacked tensors between elements, but the "
                     "checkpoint stores the tensors one by one: shard it by rows, or load the model before fully_shard()"
                 )
-            part = stock()
-            return part.as_subclass(_LeftOut) if part is not None and self._fsdp_compose_is_empty else part
+            local = stock()
+            return local.as_subclass(_LeftOut) if local is not None and self._fsdp_compose_is_empty else local
         if num_dims and not placement.flat and all(isinstance(item, (RaggedShard, Replicate)) for item in before):
             return source[start:stop].to(device=device, dtype=dtype)
-        # The stock code cuts what other placements cut; our part of that is cut below.
+        # The stock code cuts what other placements cut; our shard of that is cut below.
         self.placements = tuple(Replicate() if isinstance(item, RaggedShard) else item for item in before)
         try:
-            part = stock()
+            local = stock()
         finally:
             self.placements = before
-        assert part is not None, "the others leave a part of everything"
-        return part[start:stop] if part.dim() and not placement.flat else part.reshape(-1)[start:stop]
+        assert local is not None, "the others leave some of everything"
+        return local[start:stop] if local.dim() and not placement.flat else local.reshape(-1)[start:stop]
 
     loader.__init__, loader.shard_tensor = init, shard_tensor
 

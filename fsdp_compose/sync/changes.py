@@ -1,8 +1,8 @@
 """Send only the elements of a model's parameters that changed since a snapshot, as positions and values.
 
-A snapshot is a cast copy of this rank's shards. One bitwise comparison finds the changes in a shard (or in a bucket's
-part of it). The ranks' changes are gathered as positions in the flat parameter, then split by parameter. Nothing here
-changes the sending model."""
+A snapshot is a cast copy of this rank's shards. One bitwise comparison finds the changes in a shard, or in those of its
+elements that a bucket has. The ranks' changes are gathered as positions in the flat parameter, then split by parameter.
+Nothing here changes the sending model."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Elements:
     values: torch.Tensor
 
     @staticmethod
-    def joined(parts: Sequence[Elements], starts: Sequence[int] | None = None) -> Elements:
+    def joined(several: Sequence[Elements], starts: Sequence[int] | None = None) -> Elements:
         """Return all elements of several tensors, in their order; ``starts``: where each begins in the result."""
-        positions = [part.positions for part in parts]
+        positions = [item.positions for item in several]
         if starts is not None:
             positions = [item + start for item, start in zip(positions, starts, strict=False)]
-        return Elements(torch.cat(positions), torch.cat([part.values for part in parts]))
+        return Elements(torch.cat(positions), torch.cat([item.values for item in several]))
 
     def split(self, bounds: Sequence[int]) -> list[Elements]:
         """Return the elements between each two of ``bounds``, with positions counted from the first of them."""
@@ -143,7 +143,6 @@ class Form:
         return -(-count * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def write(self, block: torch.Tensor, own: Elements, rank: int) -> None:
-        """Write the elements of ``rank`` into its block."""
         count, (start, stop) = self.counts[rank], self.ranges[rank]
         if not count:
             return
@@ -212,23 +211,24 @@ def gather_elements(
 
 
 def over_tensor_ranks(
-    own: TensorParallel, span: Span, parts: Sequence[Elements | None], is_everywhere: bool
+    own: TensorParallel, span: Span, shards: Sequence[Elements | None], is_everywhere: bool
 ) -> list[Elements | None]:
     """Gather the elements of whole parameters; ``None`` on ranks that do not want them. All parameters that are split
     over the same ranks share one gather.
 
-    Ranks: all ranks of the parameters' own meshes that have ``parts``.
+    Ranks: all ranks of the parameters' own meshes that have ``shards``.
 
     Args:
-        parts: the elements that this rank's shard group has of each parameter of the span, with positions in its part.
+        shards: the elements that this rank's shard group has of each parameter of the span, with positions among its
+            own.
         is_everywhere: all ranks want them; otherwise only the first one.
     """
-    found = [*parts]
+    found = [*shards]
     for groups, indices in own.by_groups(span.indices).items():
         if groups:
             places = [index - span.indices.start for index in indices]
             specs = [own.specs[index] for index in indices]
-            wholes = _gather(groups, [(specs[i], parts[place]) for i, place in enumerate(places)], span, is_everywhere)
+            wholes = _gather(groups, [(specs[i], shards[place]) for i, place in enumerate(places)], span, is_everywhere)
             for place, whole in zip(places, wholes, strict=True):
                 found[place] = whole
     return found
@@ -243,7 +243,7 @@ def _gather(
     """Gather several parameters at once, with positions in their concatenation."""
     specs = [spec for spec, _ in items if spec is not None]
     starts = [0, *accumulate(prod(spec.shape) for spec in specs)]
-    placed = [_in_whole(spec, part) for spec, (_, part) in zip(specs, items, strict=True) if part is not None]
+    placed = [_in_whole(spec, shard) for spec, (_, shard) in zip(specs, items, strict=True) if shard is not None]
     together: Elements | None = Elements.joined(placed, starts)
     for group in reversed(groups):
         if together is None:
@@ -258,22 +258,22 @@ def _gather(
     return [*Elements(positions, together.values[order]).split(starts)]
 
 
-def _in_whole(spec: DTensorSpec, part: Elements) -> Elements:
-    """Convert elements of this rank's part of a DTensor to elements of the whole DTensor."""
+def _in_whole(spec: DTensorSpec, shard: Elements) -> Elements:
+    """Convert elements of this rank's shard of a DTensor to elements of the whole DTensor."""
     shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
-    if not part.positions.numel():
-        return part
+    if not shard.positions.numel():
+        return shard
     if any(isinstance(item, StridedShard) for item in spec.placements):
         raise MisuseError(
             f"changes of a parameter placed {list(spec.placements)}, of which each rank has several strides, cannot be "
             "sent: send full_parameters()"
         )
-    positions, stride = torch.zeros_like(part.positions), 1
-    places = torch.unravel_index(part.positions, tuple(shape))
+    positions, stride = torch.zeros_like(shard.positions), 1
+    places = torch.unravel_index(shard.positions, tuple(shape))
     for place, first, size in zip(reversed(places), reversed(offset), reversed(spec.shape), strict=True):
         positions += (place + first) * stride
         stride *= size
-    return Elements(positions, part.values)
+    return Elements(positions, shard.values)
 
 
 # ---- Snapshots, and the changes since
@@ -347,7 +347,7 @@ class ParameterSnapshot:
         )
 
     def of_span(self, span: Span) -> torch.Tensor:
-        """Return this rank's part of a span."""
+        """Return this rank's elements of a span."""
         return self._flats[span.handle][span.own_in_shard()].to(span.mesh.device)
 
     def of_lone(self, source: Source) -> torch.Tensor:
@@ -477,8 +477,13 @@ def _changes_of(
 ) -> list[tuple[str, ChangedElements]]:
     """Gather the changes of a run's parameters, on the ranks that want them. Ranks: all of the model."""
     with torch.no_grad():
-        if run[0].place is None:
-            found: Sequence[_Change | None] = [_changes_of_lone(run, snapshot)]
+        found: Sequence[_Change | None]
+        if run[0].is_dtensor and run[0].place is None:
+            found = [(None, gather_lone(run[0]).reshape(-1))]
+        elif run[0].place is None:
+            new = run[0].local().to(run[0].dtype).reshape(-1)
+            changed = changed_elements(snapshot.of_lone(run[0]), new)
+            found = [(changed.positions, changed.values)]
         else:
             found = _changes_of_span(run, span_of(run), snapshot, rank0_only)
     if rank0_only and not is_here:
@@ -495,15 +500,6 @@ _Change = tuple["torch.Tensor | None", torch.Tensor]
 """Positions, and values."""
 
 
-def _changes_of_lone(run: Run, snapshot: ParameterSnapshot) -> _Change:
-    (source,) = run
-    if source.is_dtensor:
-        return None, gather_lone(source).reshape(-1)
-    new = source.local().to(source.dtype).reshape(-1)
-    changed = changed_elements(snapshot.of_lone(source), new)
-    return changed.positions, changed.values
-
-
 def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_only: bool) -> Sequence[_Change | None]:
     handle, mesh = span.handle, span.mesh
     # Changed elements are not in the mesh's order of collectives: other shard groups send other numbers of bytes, or
@@ -512,7 +508,7 @@ def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_on
     start, stop = span.range_of(mesh.shard_rank)
     new = torch.empty(stop - start, dtype=span.dtype, device=mesh.device)
     span.write_own(new)
-    own = changed_elements(snapshot.of_span(span), new)  # with positions in this rank's part
+    own = changed_elements(snapshot.of_span(span), new)  # with positions among this rank's elements
     counts = [own.positions.numel()]
     if mesh.shard_world_size > 1:
         counts = gather_counts(transport, counts[0], mesh.device, handle.label)
@@ -531,9 +527,9 @@ def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_on
     if handle.layout.in_chunks:
         positions, order = handle.layout.positions_in_range(elements.positions, span.indices).sort()
         elements = Elements(positions, elements.values[order])
-    # The part of each parameter that this rank's shard group has.
+    # What this rank's shard group has of each parameter.
     starts = [handle.layout.params[i].offset - span.start for i in span.indices]
-    parts: list[Elements | None] = [*elements.split([*starts, span.numel])]
+    changes: list[Elements | None] = [*elements.split([*starts, span.numel])]
     if handle.tensor_parallel is not None:
-        parts = over_tensor_ranks(handle.tensor_parallel, span, parts, not rank0_only)
-    return [None if part is None else (part.positions, part.values) for part in parts]
+        changes = over_tensor_ranks(handle.tensor_parallel, span, changes, not rank0_only)
+    return [None if change is None else (change.positions, change.values) for change in changes]

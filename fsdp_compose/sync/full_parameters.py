@@ -16,7 +16,6 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._arguments import checked, size_of
-from .._torch import non_persistent_buffers
 from ..errors import MisuseRuntimeError, MisuseTypeError, RanksDifferError, class_of
 from ..extension import (
     CompositeDTensor,
@@ -26,10 +25,8 @@ from ..extension import (
     Peers,
     Transport,
     handle_of,
-    is_sleeping,
     local_elements,
     local_of,
-    sleeping_error,
     state_of,
 )
 
@@ -71,8 +68,13 @@ class Source:
         return isinstance(self.tensor, DTensor)
 
     def local(self) -> torch.Tensor:
-        """Return this rank's live elements."""
         return local_of(self.tensor.detach())
+
+    def follows(self, before: Source) -> bool:
+        """Whether this one directly follows another one in the same flat parameter, and is sent in its dtype."""
+        if self.place is None or before.place is None or self.dtype != before.dtype:
+            return False
+        return self.place[0] is before.place[0] and self.place[1] == before.place[1] + 1
 
 
 def sources_of(names: ModelNames, dtype: torch.dtype | None, include_buffers: bool) -> list[Source]:
@@ -91,8 +93,9 @@ def sources_of(names: ModelNames, dtype: torch.dtype | None, include_buffers: bo
     found = []
     for group in together.values():
         found += sorted(group, key=lambda source: source.place[1] if source.place is not None else 0)
-    buffers = _by_tensor(_buffers(names)) if include_buffers else []
-    return [*found, *(Source(fqns, buffer, buffer.dtype, None) for buffer, fqns in buffers)]
+    slots = names.slots("_buffers", persistent=True) if include_buffers else ()
+    buffers = [(fqn, buffer) for fqn, module, name in slots if (buffer := module._buffers[name]) is not None]
+    return [*found, *(Source(fqns, buffer, buffer.dtype, None) for buffer, fqns in _by_tensor(buffers))]
 
 
 def _by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, tuple[str, ...]]]:
@@ -102,13 +105,6 @@ def _by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[torc
         found.setdefault(id(tensor), (tensor, []))[1].append(fqn)
     for tensor, fqns in found.values():
         yield tensor, tuple(fqns)
-
-
-def _buffers(names: ModelNames) -> Iterator[tuple[str, torch.Tensor]]:
-    for fqn, module, name in names.slots("_buffers"):
-        buffer = module._buffers[name]
-        if buffer is not None and name not in non_persistent_buffers(module):
-            yield fqn, buffer
 
 
 def handles_of(sources: Sequence[Source]) -> list[FlatParamHandle]:
@@ -121,8 +117,8 @@ def why_unreadable(sources: Sequence[Source]) -> str:
         state = state_of(handle)
         if state is None:
             return f"the sharded module of {handle.names[0]} no longer exists"
-        if is_sleeping(state):
-            return sleeping_error(state.name)
+        if state.persistent.is_asleep:
+            return state.sleeping_error
         if state.is_busy:
             return (
                 f"a forward or backward of the fully_shard group {state.name} is running (or was interrupted: run a "
@@ -176,32 +172,19 @@ Bucket = list[Run]
 
 def plan_buckets(sources: Sequence[Source], bucket_bytes: int) -> list[Bucket]:
     """Fill buckets in order. A tensor that does not fit starts a new bucket; a tensor larger than a bucket is one."""
-    filled: list[list[Source]] = []
+    buckets: list[Bucket] = []
     left = 0
     for source in sources:
-        if source.nbytes > left or not filled:
-            filled.append([])
+        if source.nbytes > left or not buckets:
+            buckets.append([])
             left = bucket_bytes
-        filled[-1].append(source)
         left -= source.nbytes
-    return [_runs(bucket) for bucket in filled]
-
-
-def _runs(sources: Sequence[Source]) -> Bucket:
-    runs: Bucket = []
-    for source in sources:
-        if runs and _follows(source, runs[-1][-1]):
+        runs = buckets[-1]
+        if runs and source.follows(runs[-1][-1]):
             runs[-1].append(source)
         else:
             runs.append([source])
-    return runs
-
-
-def _follows(source: Source, before: Source) -> bool:
-    """Whether ``source`` directly follows ``before`` in the same flat parameter."""
-    if source.place is None or before.place is None or source.dtype != before.dtype:
-        return False
-    return source.place[0] is before.place[0] and source.place[1] == before.place[1] + 1
+    return buckets
 
 
 # ---- Gathering runs: cast to the dtype to send, then one collective straight into the result.
@@ -212,7 +195,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a flat parameter that a run occupies.
+    """The range of a flat parameter that a run occupies.
 
     Attributes:
         indices: indices of its parameters.
@@ -259,10 +242,10 @@ class Span:
             return
         out.zero_()
         for i in self.indices:
-            part = handle.layout.local_shard(i, self.mesh.shard_rank)
-            begin = part.shard_start - self.own_in_shard().start
-            if part.numel:
-                out[begin : begin + part.numel].copy_(local_elements(handle.sharded_params[i]).detach().reshape(-1))
+            shard = handle.layout.local_shard(i, self.mesh.shard_rank)
+            begin = shard.shard_start - self.own_in_shard().start
+            if shard.numel:
+                out[begin : begin + shard.numel].copy_(local_elements(handle.sharded_params[i]).detach().reshape(-1))
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the gathered span ``flat``, one for each parameter (the part of this rank's shard group)."""
@@ -415,8 +398,7 @@ class Steps(Generic[T]):
 
     def _step(self, kind: str, what: str) -> None:
         problem = self._problem()
-        verdict = self._meet(_FAILED if problem else kind, problem or what)
-        if verdict:
+        if verdict := self._meet(_FAILED if problem else kind, problem or what):
             name, text = verdict
             raise class_of(name)(text)
 

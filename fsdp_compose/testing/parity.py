@@ -33,7 +33,7 @@ def assert_trains_like_unsharded(
 ) -> None:
     """Shard and train ``model``, and assert that it trains like an unsharded copy.
 
-    The copy trains on whole batches, and the sharded model on this rank's part of each. The losses must agree after
+    The copy trains on whole batches, and the sharded model on this rank's share of each. The losses must agree after
     every step, all gradients after the first step, and all parameters at the end.
 
     Ranks: all ranks, with equal models and batches.
@@ -44,7 +44,7 @@ def assert_trains_like_unsharded(
         batches: arguments of ``loss``, one for each step.
         loss: from a model and a batch to a loss that is a mean over the first dimension.
         optimizer: from parameters to an optimizer. Adaptive optimizers amplify rounding differences.
-        part: from a batch, the rank and the number of ranks to this rank's part of the batch. Default: an equal share
+        part: from a batch, the rank and the number of ranks to this rank's share of the batch. Default: an equal share
             of the first dimension of each tensor, also inside lists, tuples and dicts.
         ranks: this rank's index and the number of data-parallel ranks. Default: those of the default process group.
         rtol, atol: as for ``torch.testing.assert_close``.
@@ -59,7 +59,7 @@ def assert_trains_like_unsharded(
     optimizers = optimizer(model.parameters()), optimizer(reference.parameters())
     bounds = rtol, atol
     for step, batch in enumerate(batches):
-        mine = loss(model, (part or part_of)(batch, rank, num_ranks))
+        mine = loss(model, (part or share_of)(batch, rank, num_ranks))
         expected = loss(reference, batch)
         mine.backward()
         expected.backward()
@@ -74,16 +74,16 @@ def assert_trains_like_unsharded(
     _compare(f"after {len(batches)} steps,", dict(model.named_parameters()), dict(reference.named_parameters()), bounds)
 
 
-def part_of(batch: Any, rank: int, num_ranks: int) -> Any:
+def share_of(batch: Any, rank: int, num_ranks: int) -> Any:
     """Return this rank's share of the first dimension of each tensor in ``batch``."""
     if isinstance(batch, torch.Tensor):
         if batch.shape[0] % num_ranks:
             raise ValueError(f"a batch of shape {tuple(batch.shape)} cannot be split equally among {num_ranks} ranks")
         return batch.chunk(num_ranks)[rank]
     if isinstance(batch, dict):
-        return {key: part_of(value, rank, num_ranks) for key, value in batch.items()}
+        return {key: share_of(value, rank, num_ranks) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(part_of(value, rank, num_ranks) for value in batch)
+        return type(batch)(share_of(value, rank, num_ranks) for value in batch)
     return batch
 
 

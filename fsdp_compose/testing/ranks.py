@@ -125,12 +125,6 @@ class RanksFailed(AssertionError):
     stacks, and its output."""
 
 
-class _Task(NamedTuple):
-    function: Callable[..., Any]
-    arguments: Sequence[Any]
-    barrier_after: bool
-
-
 class _Report(NamedTuple):
     """A report from a rank. ``is_last`` is False between the end of the function and the barrier after it."""
 
@@ -166,10 +160,6 @@ class _Rank:
         text = self.output.read_bytes()[self._num_seen :]
         self._num_seen += len(text)
         return text.decode(errors="replace")[-_MAX_OUTPUT:]
-
-    def kill(self) -> None:
-        end(self.process)
-        self.connection.close()
 
 
 @checked()
@@ -240,7 +230,7 @@ class Ranks:
         """
         if not self.is_usable:
             raise RanksFailed("these ranks have ended, or one of them failed earlier: start new ones")
-        task = pickle.dumps(_Task(function, arguments, barrier_after))
+        task = pickle.dumps((function, arguments, barrier_after))
         self.is_usable = False  # also after KeyboardInterrupt: the ranks are then still running the function
         try:
             for rank in self.ranks:
@@ -252,12 +242,6 @@ class Ranks:
             if not self.is_usable:
                 self.kill()
         return results
-
-    def num_threads(self) -> int:
-        """Return the number of threads of the first rank; 0 if the system does not say."""
-        # Threads of process groups that functions left behind wake up a hundred times a second each.
-        tasks = Path(f"/proc/{self.ranks[0].process.pid}/task")
-        return len(os.listdir(tasks)) if tasks.exists() else 0
 
     def close(self) -> None:
         """Let idle ranks pass a last barrier and exit; end ranks that do not."""
@@ -271,7 +255,8 @@ class Ranks:
         """End all ranks now."""
         self.is_usable = False
         for rank in self.ranks:
-            rank.kill()
+            end(rank.process)
+            rank.connection.close()
         self._directory.cleanup()
 
     def _send(self, task: bytes) -> None:
@@ -374,7 +359,6 @@ def _main(
 
 
 def _received_in_background(connection: Connection) -> queue.SimpleQueue[bytes]:
-    """Receive tasks on a thread."""
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -392,11 +376,11 @@ def _run(pickled: bytes, connection: Connection, before: Hook | None, after: Hoo
     try:
         if before is not None:
             before()
-        task: _Task = pickle.loads(pickled)
-        result = task.function(*task.arguments)
+        function, arguments, barrier_after = pickle.loads(pickled)
+        result = function(*arguments)
         pickle.dumps(result)  # an unpicklable result is an error of this function
         connection.send(_Report(is_last=False))
-        if task.barrier_after:
+        if barrier_after:
             dist.barrier()  # if the ranks' collectives did not match, it fails or hangs here, not in the next function
             if after is not None:
                 after()

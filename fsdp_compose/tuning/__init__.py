@@ -1,8 +1,8 @@
 """How long a step takes, and which settings take least: a model of time on top of ``inspect``'s dry run.
 
 ``hardware`` describes machines, ``schedule`` tells a step's time from its events. ``setting`` is one way to shard a
-model, ``search`` tries many, and ``answer`` is what it found. ``calibration`` measures a machine: ``workload`` is what
-it measures, and ``fitting`` turns the times into ``hardware``."""
+model, ``search`` tries many, and ``answer`` is what it found. ``calibration`` measures a machine, and turns the times
+into ``hardware``: ``workload`` is what it measures."""
 
 from .answer import Rejected as Rejected
 from .answer import Result as Result

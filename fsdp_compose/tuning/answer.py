@@ -149,7 +149,17 @@ class Tuning:
             ImportError: matplotlib is not installed.
             ValueError: the name has another suffix, or there is no such folder; or nothing fits.
         """
-        _save_picture(self, Path(path))
+        path, best = Path(path), self.best
+        if best is None:
+            raise MisuseError(f"{path}: nothing fits, so there is nothing to draw")
+
+        def draw(figure: Any) -> None:
+            upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
+            _draw_settings(upper, self, best)
+            options = {"is_compiled": self.is_compiled, "keeps_spans": True}
+            _draw_schedule(lower, predict(best.setting, best.events, self.hardware, factor=self.factor, **options))
+
+        save_figure(path, (11.0, 7.0), draw)
 
 
 def predict(
@@ -206,8 +216,8 @@ def _report_of(tuning: Tuning) -> Report:
     sections = [Section("fastest first, predicted", columns, cells, right=columns[2:])]
     sections.append(Section("how sure", items=[*_notes(tuning, rows)]))
     if best is not None:
-        parts = {"what the step allocates": best.peak, **best.reserved}
-        items = [f"{what}: {bytes_of(nbytes)}" for what, nbytes in parts.items()]
+        shares = {"what the step allocates": best.peak, **best.reserved}
+        items = [f"{what}: {bytes_of(nbytes)}" for what, nbytes in shares.items()]
         sections.append(Section("memory of the first", items=[*items, f"of {bytes_of(tuning.max_memory)}"]))
     unknown = [*_operators_without_formula(tuning)]
     if unknown:
@@ -265,20 +275,17 @@ def _notes(tuning: Tuning, rows: Sequence[Sequence[Result]]) -> Iterator[str]:
         if len(row) > 1:
             named = ", or ".join(str(one.setting) for one in row[:_MOST_NAMED])
             more = f" and {len(row) - _MOST_NAMED} more" if len(row) > _MOST_NAMED else ""
-            yield f"{number}: {named}{more}: {_what_tells(row, error)}"
+            first, slowest = row[0].on_half, max(row, key=lambda one: one.on_half)
+            told = "only measuring tells them apart"
+            if slowest.on_half > (1 + error) * first:
+                times = f"{_seconds(first)} against {_seconds(slowest.on_half)} for {slowest.setting}"
+                told = f"half of the network's bandwidth would tell them apart ({times})"
+            yield f"{number}: {named}{more}: {told}"
     other = min(tuning.results, key=lambda one: one.on_half / one.sequences)
     gains = best.on_half / best.sequences > (1 + error) * other.on_half / other.sequences
     yield f"with half of the network's bandwidth: {other.setting if gains else 'the same'}, " + _seconds(
         (other if gains else best).on_half
     )
-
-
-def _what_tells(row: Sequence[Result], error: float) -> str:
-    slowest = max(row, key=lambda one: one.on_half)
-    if slowest.on_half > (1 + error) * row[0].on_half:
-        told = f"{_seconds(row[0].on_half)} against {_seconds(slowest.on_half)} for {slowest.setting}"
-        return f"half of the network's bandwidth would tell them apart ({told})"
-    return "only measuring tells them apart"
 
 
 def _operators_without_formula(tuning: Tuning) -> Iterator[str]:
@@ -327,24 +334,12 @@ def _assumptions(tuning: Tuning) -> Iterator[str]:
 # ---- The picture: memory against time of all settings, and the first one's schedule
 
 
-def _save_picture(tuning: Tuning, path: Path) -> None:
-    best = tuning.best
-    if best is None:
-        raise MisuseError(f"{path}: nothing fits, so there is nothing to draw")
-
-    def draw(figure: Any) -> None:
-        upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
-        _draw_settings(upper, tuning, best)
-        options = {"is_compiled": tuning.is_compiled, "keeps_spans": True}
-        times = predict(best.setting, best.events, tuning.hardware, factor=tuning.factor, **options)
-        _draw_schedule(lower, times)
-
-    save_figure(path, (11.0, 7.0), draw)
-
-
 def _draw_settings(axes: Any, tuning: Tuning, best: Result) -> None:
     gib = 1 << 30
-    front = [*_front(tuning.results)]
+    front: list[Result] = []  # for which no faster one takes less memory
+    for result in sorted(tuning.results, key=lambda one: (one.per_sequence, one.peak)):
+        if not front or result.peak < front[-1].peak:
+            front.append(result)
     others = [result for result in tuning.results if result not in front]
     peaks = [result.peak / gib for result in (*tuning.results, tuning.default)]
     axes.scatter([one.per_sequence for one in others], [one.peak / gib for one in others], s=18, color="#bab0ac")
@@ -368,23 +363,11 @@ def _draw_settings(axes: Any, tuning: Tuning, best: Result) -> None:
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _front(results: Sequence[Result]) -> Iterator[Result]:
-    """The Pareto front: results for which no faster one takes less memory."""
-    least = float("inf")
-    for result in sorted(results, key=lambda one: (one.per_sequence, one.peak)):
-        if result.peak < least:
-            least = result.peak
-            yield result
-
-
-_MOST_SPANS = 4_000  # drawn by lane: more would hide each other
-
-
 def _draw_schedule(axes: Any, times: Schedule) -> None:
     lanes = [*Counter(span.lane for span in times.spans)]
     for place, lane in enumerate(lanes):
         spans = [(span.start, span.end - span.start) for span in times.spans if span.lane == lane]
-        spans = _joined(spans, times.seconds / _MOST_SPANS)
+        spans = _joined(spans, times.seconds / 4_000)  # more would hide each other
         axes.broken_barh(spans, (place - 0.4, 0.8), color="#54a24b" if lane == COMPUTE else "#72b7b2")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_xlim(0, times.seconds)

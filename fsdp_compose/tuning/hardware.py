@@ -18,7 +18,7 @@ from typing import Any
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseTypeError
-from ..extension import ALL_REDUCE, ALL_TO_ALL
+from ..extension import CollectiveKind
 from ..inspect import STEP, Operation
 
 
@@ -43,8 +43,8 @@ class Curve:
             return seconds[0]
         if i == len(sizes):
             return seconds[-1] * nbytes / max(1.0, sizes[-1])
-        part = (nbytes - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-        return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
+        share = (nbytes - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
 
 
 @checked()
@@ -112,7 +112,8 @@ class Device:
             return max(self.kernel, seconds, nbytes / self.memory)
         if operation.phase != STEP:
             nbytes *= self.fused if is_compiled else self.eager
-        curve = self._curve(operation.name)
+        name = operation.name
+        curve = self.curves.get(name) or self.curves.get(_LIKE.get(name, "add_" if name.endswith("_") else "add"))
         if curve is None:
             return max(self.kernel, nbytes / self.memory)
         num = 1 if self.overlaps else operation.num_tensors  # an accelerator takes a list at once
@@ -139,11 +140,6 @@ class Device:
             f"hardware {self.name}: it does not say how fast matrix products in {dtype} are, only in "
             f"{', '.join(self.matmul)}: give a file with matmul.{dtype}"
         )
-
-    def _curve(self, name: str) -> Curve | None:
-        if not self.curves:
-            return None
-        return self.curves.get(name) or self.curves.get(_LIKE.get(name, "add_" if name.endswith("_") else "add"))
 
 
 # Torchtitan published 82.4, 77.0, 67.0 and 62.0 GiB reserved (its benchmarks/llama3_h100_202412_torchtitan.md) where
@@ -241,20 +237,21 @@ class Network:
         if num < 2:
             return 0.0
         if sent is None:
-            sent = int(nbytes * (num - 1) / num) * (2 if kind == ALL_REDUCE else 1)
+            sent = int(nbytes * (num - 1) / num) * (2 if kind == CollectiveKind.ALL_REDUCE else 1)
         spans = [*self._levels_of(ranks)]
         ring = tree = 0.0
         for i, (level, _, nodes) in enumerate(spans):
             above = spans[i + 1][2] if i + 1 < len(spans) else 1
             ring += (nodes - above) * level.latency
             tree += math.log2(nodes / above) * level.latency
-        if kind == ALL_TO_ALL:  # each level carries what leaves its nodes, and a rank uses its own connection
+        if kind == CollectiveKind.ALL_TO_ALL:
+            # Each level carries what leaves its nodes, and a rank uses its own connection.
             shares = [(num - inside) / (num - 1) / level.bandwidth for level, inside, _ in spans]
             return self.start + tree + sent * max(shares)
         # A ring enters and leaves a node once, and there are as many rings as ranks of the group in a node: so the
         # group uses the connections of all its ranks there. Rings run at the pace of the slowest level.
         slowest = min(level.bandwidth * inside for level, inside, _ in spans)
-        return self.start + (min(2 * ring, 2 * tree) if kind == ALL_REDUCE else ring) + sent / slowest
+        return self.start + (min(2 * ring, 2 * tree) if kind == CollectiveKind.ALL_REDUCE else ring) + sent / slowest
 
     def _levels_of(self, ranks: Sequence[int]) -> Iterator[tuple[Level, int, int]]:
         """The levels that a collective of these ranks crosses, how many of them are in a node below each, and how many

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._arguments import checked
-from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ..extension import CollectiveKind
 from ..inspect import BACKWARD, FORWARD, STEP, Issue, Operation, StepEvent
 from .hardware import Device, Network
 
@@ -126,7 +126,9 @@ class _Core:
     def take(self, event: StepEvent) -> None:
         if isinstance(event, Operation):
             if event.flops and not event.is_repeated and event.phase != STEP:
-                self._note_flops(event)
+                self._flops += event.flops
+                peak = self._device.peak.get(str(event.dtype).removeprefix("torch."))
+                self._peak_seconds += event.flops / peak if peak else 0.0
             self._operation(event, self._is_compiled and event.phase != STEP)
         elif isinstance(event, Issue):
             self._issue(event)
@@ -163,11 +165,6 @@ class _Core:
             self._exposed += end - self._now
             self._now = end
 
-    def _note_flops(self, event: Operation) -> None:
-        self._flops += event.flops
-        peak = self._device.peak.get(str(event.dtype).removeprefix("torch."))
-        self._peak_seconds += event.flops / peak if peak else 0.0
-
     def _note(self, lane: str, name: str, start: float, end: float) -> float:
         if self._keeps_spans and end > start:
             self._spans.append(Span(lane, name, start, end))
@@ -177,8 +174,8 @@ class _Core:
         """Return the times of a step whose optimizer began at ``optimizer``, in seconds."""
         seconds = self.finish()
         mfu = self._peak_seconds / seconds if seconds else 0.0
-        parts = self._compute, self._communication, self._exposed, self._host, seconds - optimizer, self._flops, mfu
-        return Schedule(seconds, *parts, tuple(self._spans))
+        times = self._compute, self._communication, self._exposed, self._host, seconds - optimizer
+        return Schedule(seconds, *times, self._flops, mfu, tuple(self._spans))
 
 
 class _Streams(_Core):
@@ -210,10 +207,10 @@ class _Streams(_Core):
         self._host += self._device.collective
         queue = tuple(event.ranks)
         start = max(self._now, self._host)
-        part = event.nbytes / len(queue)
-        if self._is_offloaded and event.kind == ALL_GATHER:
-            start = self._copy(event.group, part, start)
-        if event.kind == ALL_REDUCE:
+        shard = event.nbytes / len(queue)
+        if self._is_offloaded and event.kind == CollectiveKind.ALL_GATHER:
+            start = self._copy(event.group, shard, start)
+        if event.kind == CollectiveKind.ALL_REDUCE:
             # The second stage of a hybrid reduction is issued on the stream of the first one. The events are those of
             # a CPU, which issues it when it has waited for the first stage.
             start = self._reduced.pop(event.group, start)
@@ -222,10 +219,10 @@ class _Streams(_Core):
         end = self._note(event.kind, event.group, start, start + seconds)
         self._queues[queue] = self._ends[event.number] = end
         self._communication += seconds
-        if event.kind == REDUCE_SCATTER:
+        if event.kind == CollectiveKind.REDUCE_SCATTER:
             self._first_stages[event.number] = event.group
             if self._is_offloaded:
-                self._copy(event.group, part, end)
+                self._copy(event.group, shard, end)
 
     def _copy(self, group: str, nbytes: float, start: float) -> float:
         start = max(start, self._link)

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from .._arguments import checked, size_of
 from ..errors import MisuseError
-from ..extension import STRATEGIES, Kept, MixedPrecisionPolicy, no_sync, states_to_run
+from ..extension import STRATEGIES, MixedPrecisionPolicy, no_sync, states_to_run
 from ..inspect import (
     ACTIVATIONS,
     ADAMW,
@@ -136,23 +136,17 @@ def _check_network(machine: Hardware, world_size: int) -> None:
 
 @dataclass
 class _Model:
-    """Makes the model, for each setting.
+    """Makes the model, for each setting."""
 
-    Attributes:
-        factory, wrap, mp_policy, batch, seq: see ``tune``.
-        num_blocks: how many modules become groups by default; known when the model has been made.
-        can_split: whether they have large modules inside.
-        codes: the code of the settings that it was made for.
-    """
-
+    # See ``tune``.
     factory: Callable[..., Any]
     wrap: Sequence[str] | None
     mp_policy: MixedPrecisionPolicy | None
     batch: int | None
     seq: int | None
-    num_blocks: int = 0
-    can_split: bool = False
-    codes: dict[Setting, str] = field(default_factory=dict)
+    num_blocks: int = 0  # how many modules become groups by default; known when the model has been made
+    can_split: bool = False  # whether they have large modules inside
+    codes: dict[Setting, str] = field(default_factory=dict)  # the code of the settings that it was made for
 
     def __post_init__(self) -> None:
         batch = inspect.signature(self.factory).parameters.get("batch") if self.seq is None else None
@@ -238,7 +232,8 @@ class _Search:
     def _first_round(self, setting: Setting, splits_batch: bool) -> Iterator[Setting]:
         """For each micro-batch, from the largest, recompute no more than it takes to fit; stop where nothing has to be
         recomputed, since smaller ones only communicate more often."""
-        for num_batches in _splits_of(setting.batch) if splits_batch else [1]:
+        splits = [num for num in range(1, setting.batch + 1) if setting.batch % num == 0] if splits_batch else []
+        for num_batches in splits or [1]:
             batch = setting.batch // num_batches
             accumulates = self.accumulates and num_batches > 1
             for checkpointed in self._levels():
@@ -304,16 +299,12 @@ class _Search:
         row, sizes = STRATEGIES[setting.strategy], setting.mesh
         kept = {kind: max(moment.bytes_by_kind[kind] for moment in self.first[0].moments) for kind in _ON_HOST}
         # Parameters that all ranks gather and keep are counted apart from those that the optimizer trains.
-        gathers_all = Kept.SHARDED not in row.parameters
-        dims = {PARAMETERS: row.optimizer if gathers_all else row.parameters, GRADIENTS: row.gradients}
+        dims = {PARAMETERS: row.optimizer if row.gathers_all else row.parameters, GRADIENTS: row.gradients}
         dims[OPTIMIZER] = row.optimizer
         flats = [flat for group in self.first[0].layout.groups for flat in group.flat_parameters]
         # Experts that are spread over some of the ranks are on fewer, so there are fewer copies of them.
         most = min((flat.num_shards for flat in flats), default=self.world_size)
-        copies = {
-            kind: math.prod(size for size, item in zip(sizes, dims[kind], strict=True) if item is not Kept.SHARDED)
-            for kind in kept
-        }
+        copies = {kind: row.num_copies(dims[kind], sizes) for kind in kept}
         state = {kind: nbytes * min(copies[kind], most) for kind, nbytes in kept.items()}
         kept_by = False if setting.strategy == "zero2" else setting.reshard_after_forward
         gathered = sum(flat.unsharded_bytes or 0 for flat in flats) // (kept_by or 1) if kept_by is not None else 0
@@ -354,8 +345,3 @@ class _Search:
 
 def _num_networks(setting: Setting) -> int:
     return sum(size > 1 for size in setting.mesh)
-
-
-def _splits_of(batch: int) -> list[int]:
-    """Into how many equal micro-batches a batch can be split."""
-    return [num for num in range(1, batch + 1) if batch % num == 0] or [1]

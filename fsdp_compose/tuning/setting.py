@@ -46,20 +46,20 @@ class Setting:
     no_sync: bool = False
 
     def __str__(self) -> str:
-        parts = [self.strategy if len(self.mesh) == 1 else f"{self.strategy} {'x'.join(map(str, self.mesh))}"]
+        words = [self.strategy if len(self.mesh) == 1 else f"{self.strategy} {'x'.join(map(str, self.mesh))}"]
         if self.reshard_after_forward is False:
-            parts.append("kept gathered")
+            words.append("kept gathered")
         elif self.reshard_after_forward is not None and self.reshard_after_forward is not True:
-            parts.append(f"kept by {self.reshard_after_forward}")
+            words.append(f"kept by {self.reshard_after_forward}")
         if self.per_group != 1:
-            parts.append(f"{self.per_group} blocks a group")
+            words.append(f"{self.per_group} blocks a group")
         if self.splits:
-            parts.append("groups inside blocks")
+            words.append("groups inside blocks")
         if self.checkpointed != NONE:
-            parts.append(f"recompute {self.checkpointed}")
+            words.append(f"recompute {self.checkpointed}")
         if self.is_offloaded:
-            parts.append("offloaded")
-        return ", ".join(parts)
+            words.append("offloaded")
+        return ", ".join(words)
 
 
 @checked()
@@ -73,13 +73,7 @@ def apply_setting(
     names["shard"](*[model, mp_policy][: 1 + ("def shard(model, mp_policy)" in code)])
 
 
-_STEPS = {ALL: 1, EVERY_SECOND: 2}
-_BY_MESH = ("zero3", "hybrid")  # what a mesh of one or two dimensions means by itself
 _LARGE = 4  # a child of a block is large if it has at least a quarter of the block's parameters
-
-
-def _dim_names(setting: Setting) -> tuple[str, ...]:
-    return ("replicate", "shard")[-len(setting.mesh) :]
 
 
 def large_children(blocks: Sequence[nn.Module]) -> list[str]:
@@ -106,11 +100,7 @@ def _numel(module: nn.Module) -> int:
 def code_of(
     setting: Setting, model: nn.Module, blocks: Sequence[nn.Module], mp_policy: MixedPrecisionPolicy | None, device: str
 ) -> str:
-    """A function ``shard(model)``, for a program to paste.
-
-    Args:
-        device: the type of the device, for example ``cuda``.
-    """
+    """A function ``shard(model)``, for a program to paste. ``device``: its type, for example ``cuda``."""
     ours, imports, options, arguments = ["fully_shard"], [], ["mesh=mesh"], "model"
     given = _given(mp_policy)
     if any(map(callable, given.values())):  # nobody can print a function
@@ -121,7 +111,7 @@ def code_of(
         imports.append("import torch")
         text = ", ".join(f"{name}={value}" for name, value in given.items())
         options.append(f"mp_policy=MixedPrecisionPolicy({text})")
-    if setting.strategy not in _BY_MESH:
+    if setting.strategy not in ("zero3", "hybrid"):  # what a mesh of one or two dimensions means by itself
         options.append(f'strategy="{setting.strategy}"')
     if setting.is_offloaded:
         ours.append("CPUOffloadPolicy")
@@ -129,7 +119,7 @@ def code_of(
     inner = "**options"
     if setting.reshard_after_forward is not None:
         inner += f", reshard_after_forward={setting.reshard_after_forward}"
-    names = json.dumps(_dim_names(setting)).replace("[", "(").replace("]", ",)" if len(setting.mesh) == 1 else ")")
+    names = '("replicate", "shard")' if len(setting.mesh) > 1 else '("shard",)'
     lines = [
         f'mesh = init_device_mesh("{device}", {setting.mesh}, mesh_dim_names={names})',
         f"options = dict({', '.join(options)})",
@@ -138,9 +128,8 @@ def code_of(
         lines.append(f"blocks = {_blocks_text(model, blocks)}")
     if setting.checkpointed != NONE:
         imports += ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
-        part = "blocks" if setting.checkpointed == ALL else f"blocks[::{_STEPS[setting.checkpointed]}]"
         lines += [
-            f"for block in {part}:",
+            f"for block in {'blocks' if setting.checkpointed == ALL else 'blocks[::2]'}:",
             "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
         ]
     if blocks and setting.per_group > 1:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._arguments import checked
 from .._torch import DispatchMode
-from ..extension import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, Work, fully_shard, transport_of
+from ..extension import CollectiveKind, Label, Work, fully_shard, transport_of
 from ..inspect import Operation, operation_of
 
 
@@ -61,24 +61,16 @@ STEP_ALONE, STEP_SHARDED = "step of a tiny model", "step of a tiny sharded model
 
 @dataclass
 class Sample:
-    """Something that is measured, and how long it takes.
+    """Something that is measured, and how long it takes."""
 
-    Attributes:
-        name: of the operation or the collective, or one of the names above.
-        wall, cpu: seconds of the clock, and of all threads of the process.
-        operation: what it is, if it is one operation.
-        nbytes: of a collective's whole tensor.
-        run: does it.
-        repeats: how often it is done for one measurement.
-    """
-
-    name: str
+    name: str  # of the operation or the collective, or one of the names above
+    # Seconds of the clock, and of all threads of the process.
     wall: float = 0.0
     cpu: float = 0.0
-    operation: Operation | None = None
-    nbytes: int = 0
-    run: Callable[[], Any] = object
-    repeats: int = 1
+    operation: Operation | None = None  # what it is, if it is one operation
+    nbytes: int = 0  # of a collective's whole tensor
+    run: Callable[[], Any] = object  # does it
+    repeats: int = 1  # how often it is done for one measurement
 
     def seconds(self, clock: str) -> float:
         return self.cpu if clock == "cpu" else self.wall
@@ -89,7 +81,9 @@ def actions_of(
 ) -> Iterator[Sample]:
     """Ranks: all of the group."""
     if device.type == "cpu":
-        _keep_freed_memory()
+        # The C library keeps freed memory for later, except for pieces of 32 MiB and more. Before it has freed a large
+        # piece, results of some MiB are new memory again and again: bring it to where a training step soon brings it.
+        torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)
     random_of = partial(torch.randn, device=device)
     for dtype in dtypes:
         for m, k, n in work.products:
@@ -105,21 +99,13 @@ def actions_of(
     for nbytes in work.collective_bytes if group.size() > 1 else ():
         whole, collectives = _collectives(nbytes, device, group)
         for name, start in collectives.items():
-            yield Sample(name, nbytes=whole, run=partial(_waited, start))
+            yield Sample(name, nbytes=whole, run=partial(lambda begin: begin().wait(), start))
     if group.size() > 1 and device.type == "cuda":
         a, b = (random_of(*shape, dtype=dtypes[-1]) for shape in itertools.pairwise(work.products[-1]))
-        yield Sample(BESIDE, nbytes=whole, run=partial(_beside, collectives[ALL_GATHER], a, b))
-
-
-def _keep_freed_memory() -> None:
-    """Bring the C library to where a training step soon brings it: it keeps freed memory for later, except for pieces
-    of 32 MiB and more. Before it has freed a large piece, results of some MiB are new memory again and again."""
-    torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)
+        yield Sample(BESIDE, nbytes=whole, run=partial(_beside, collectives[CollectiveKind.ALL_GATHER], a, b))
 
 
 class _Seen(DispatchMode):
-    """Describes the operations that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
@@ -184,14 +170,10 @@ def _collectives(nbytes: int, device: torch.device, group: dist.ProcessGroup) ->
     shard = torch.zeros(max(1, nbytes // 4 // group.size()), device=device)
     whole = torch.zeros(shard.numel() * group.size(), device=device)
     return whole.nbytes, {
-        ALL_GATHER: partial(transport.all_gather, whole, shard, label),
-        REDUCE_SCATTER: partial(transport.reduce_scatter, shard, whole, True, label),
-        ALL_REDUCE: partial(transport.all_reduce, whole, True, label),
+        CollectiveKind.ALL_GATHER: partial(transport.all_gather, whole, shard, label),
+        CollectiveKind.REDUCE_SCATTER: partial(transport.reduce_scatter, shard, whole, True, label),
+        CollectiveKind.ALL_REDUCE: partial(transport.all_reduce, whole, True, label),
     }
-
-
-def _waited(start: _Start) -> None:
-    start().wait()
 
 
 def _beside(gather: _Start, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -138,9 +138,9 @@ def test_rows_keep_gather_and_reduce_what_they_say(name):
     held = 0
     for module in (model, model.blocks[0]):
         for handle in fully_shard.state(module)._handles:
-            part = handle.unsharded.part
-            if part is not None and part.is_kept:
-                held += part._memory.numel()
+            kept = handle.unsharded.post_forward
+            if kept is not None and kept.is_kept:
+                held += kept._memory.numel()
             elif handle.unsharded.is_allocated and not handle.unsharded.never_freed:
                 held += handle.layout.flat_numel
     assert abs(held / numel - stays) < 0.05

@@ -244,7 +244,7 @@ WAITS = {
     "wait in wait": ["resharding"],
     "wait_stream in _start": ["resharding", "replicate"],  # of a reduce-scatter, of an all-reduce
     "wait in _finish_stage": ["resharding", "hybrid", "replicate"],
-    "wait_stream in unshard_parts": ["parts"],
+    "wait_stream in unshard_post_forward": ["parts"],
     "wait_stream in _finish_stage": ["offload, alone"],
     "wait in _go_on": ["hybrid"],
     "wait in all_gather_copy": ["functional"],

@@ -30,6 +30,7 @@ from fsdp_compose.checkpoint.folders import (
     begin_folder,
     finish_folder,
     hold_lock,
+    is_lock_held,
     meeting_of,
     new_token,
     partial_of,
@@ -819,7 +820,7 @@ def test_a_save_counts_as_under_way_until_the_checkpoint_is_there(tmp_path):
 
     def finish(told: list[dict[str, Any]]) -> None:
         def waiting() -> list[bool]:
-            return [writer.is_being_written(path) for path in tmp_path.glob("*.partial/meet-*")]
+            return [is_lock_held(path / "0.lock") is True for path in tmp_path.glob("*.partial/meet-*")]
 
         assert told == [{"files": {}}] and waiting() == [True]
         finish_folder(folder, token)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fsdp_compose.checkpoint import async_save, folders, keep, latest, load, retention, save
+from fsdp_compose.checkpoint import async_save, folders, keep, latest, load, save
 from tests.checkpoint.states import shared_folder
 from tests.harness import distributed, run_forked
 
@@ -209,8 +209,8 @@ def killed_in_keep(rank: int, folder: Path) -> None:
         next(path.glob("*.distcp")).unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    retention.shutil = type(sys)("shutil")
-    retention.shutil.rmtree = delete
+    folders.shutil = type(sys)("shutil")
+    folders.shutil.rmtree = delete
     keep(folder, last=1)
 
 

@@ -18,6 +18,7 @@ import torch.nn as nn
 from fsdp_compose import fully_shard, replicate
 from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.core.comm import Label, all_kept
+from fsdp_compose.plugins.gloo import shared_memory
 from fsdp_compose.plugins.gloo.journal import journal_of
 from fsdp_compose.plugins.gloo.messages import MemoryOfRanks, Messages, _Sum
 from fsdp_compose.plugins.gloo.shared_memory import Connection, SharedMemory
@@ -158,7 +159,7 @@ def test_a_rank_that_wants_none_is_obeyed_by_all():
 def test_ranks_that_do_not_find_each_other_send_messages():
     """As on two machines."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedMemory, "introduction", property(lambda shared: shared._door.number + 1))
+        patch.setattr(shared_memory, "_address", lambda number: f"\0{dist.get_rank()} {number:x}")
         moved, tensor = Messages(world()), torch.ones(NUMEL)
         moved.all_reduce(tensor, False, LABEL).wait()
     assert moved._shared is None and tensor[0] == 2

@@ -12,7 +12,7 @@ import torch.nn as nn
 from fsdp_compose import fully_shard
 from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.core.comm import Label, Names, Transport, transport_of
-from fsdp_compose.core.comm.transport import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from fsdp_compose.core.comm.transport import CollectiveKind as Kind
 from fsdp_compose.plugins.gloo.journal import Journal, first_difference_of, journal_of
 from fsdp_compose.plugins.gloo.messages import Messages, _InFlight
 from tests.harness import distributed
@@ -211,15 +211,15 @@ def test_what_a_rank_has_told_is_not_changed_by_a_label_that_gets_another_name()
     label = Label(["weight", "bias"])
     ours, theirs = Journal(60), Journal(60)
     for journal in (ours, theirs):
-        journal.enter(ALL_GATHER, label, 8)
+        journal.enter(Kind.ALL_GATHER, label, 8)
     told = ours.entries()
     label.rename(Names(("layers.0",)))
     for journal in (ours, theirs):
-        journal.enter(ALL_GATHER, label, 8)
+        journal.enter(Kind.ALL_GATHER, label, 8)
     assert first_difference_of(0, told, 1, theirs.entries()) == ""
     assert first_difference_of(0, ours.entries(), 1, theirs.entries()) == ""
-    ours.enter(ALL_GATHER, label, 8)
-    theirs.enter(REDUCE_SCATTER, label, 8)
+    ours.enter(Kind.ALL_GATHER, label, 8)
+    theirs.enter(Kind.REDUCE_SCATTER, label, 8)
     assert "number 3" in first_difference_of(1, theirs.entries(), 0, ours.entries())
     assert "rank 0 has entered the all-gather of layers.0.weight and 1 more" in first_difference_of(
         1, theirs.entries(), 0, ours.entries()
@@ -229,7 +229,9 @@ def test_what_a_rank_has_told_is_not_changed_by_a_label_that_gets_another_name()
 def test_tags_of_messages_have_the_number_of_the_collective_beside_what_it_is():
     journal = Journal(60)
     tags = [
-        journal.enter(kind, None, nbytes) for nbytes in range(0, 1 << 22, 9973) for kind in (ALL_GATHER, ALL_REDUCE)
+        journal.enter(kind, None, nbytes)
+        for nbytes in range(0, 1 << 22, 9973)
+        for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE)
     ]
     assert len(tags) > 800 and max(tags) < 1 << 31
     assert [tag >> 20 for tag in tags] == [1024 + number for number in range(1, len(tags) + 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,18 @@ def mine(x: torch.Tensor) -> torch.Tensor:
 
 def step(model: nn.Module, x: torch.Tensor) -> None:
     model(x).square().mean().backward()
+
+
+def train_beside(
+    ours: nn.Module, reference: nn.Module, optimizers: Sequence[torch.optim.Optimizer], steps: int
+) -> None:
+    """Train a sharded model on this rank's rows, and an unsharded one on all of them."""
+    for number in range(steps):
+        for model, optimizer, x in zip((ours, reference), optimizers, (mine(data(number)), data(number)), strict=True):
+            step(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -319,18 +331,14 @@ def test_a_checkpoint_does_not_know_the_layout(world_size, tmp_path_factory=None
 
 @distributed(world_size=4)
 def test_checkpoints_and_whole_parameters_do_not_know_the_dimension():
-    """On 4 ranks, then on 2 of them, in this layout and the other, and in FSDP2's own."""
+    """On 4 ranks, then on 2 of them, in this layout and in rows."""
     box = [tempfile.mkdtemp()]
     dist.broadcast_object_list(box)
     pair = dist.new_group([0, 1])
     ours, theirs, reference = three(Cut, reshard_after_forward=2)  # FSDP2 only says what is where
     assert_same_shards(ours, theirs)
     optimizers = [adamw(model.parameters()) for model in (ours, reference)]
-    for number in range(2):
-        for model, optimizer, x in zip((ours, reference), optimizers, (mine(data(number)), data(number)), strict=True):
-            step(model, x)
-            optimizer.step()
-            optimizer.zero_grad()
+    train_beside(ours, reference, optimizers, 2)
     with summon_full_params(ours):
         for (name, param), other in zip(ours.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(param.data, other.data, rtol=1e-5, atol=1e-5, msg=name)
@@ -402,11 +410,7 @@ def test_a_model_made_on_the_meta_device_is_filled(how, world_size):
         assert {type(value) for value in sharded.values()} == {DTensor}
         model.load_state_dict(sharded, assign=how == "assigned")
     optimizers = [adamw(item.parameters()) for item in (model, reference)]
-    for number in range(2):
-        for item, optimizer, x in zip((model, reference), optimizers, (mine(data(number)), data(number)), strict=True):
-            step(item, x)
-            optimizer.step()
-            optimizer.zero_grad()
+    train_beside(model, reference, optimizers, 2)
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert param.placements == (Shard(0),)
         torch.testing.assert_close(param.full_tensor(), other.data, rtol=1e-5, atol=1e-5)
@@ -507,14 +511,7 @@ def test_flat_views_and_optimizers_of_matrices_train(world_size):
         else:
             views = fsdp_compose.flat_parameters(ours, local=make == "local")
             optimizers = [torch.optim.AdamW(views, lr=0.1), torch.optim.AdamW(reference.parameters(), lr=0.1)]
-        for number in range(3):
-            for model, optimizer, x in zip(
-                (ours, reference), optimizers, (mine(data(number)), data(number)), strict=True
-            ):
-                step(model, x)
-                optimizer.step()
-                model.zero_grad()
-                optimizer.zero_grad()
+        train_beside(ours, reference, optimizers, 3)
         for (name, param), other in zip(ours.named_parameters(), reference.parameters(), strict=True):
             tolerance = 2e-2 if make == "muon" else 1e-4
             torch.testing.assert_close(param.full_tensor(), other.data, rtol=tolerance, atol=tolerance, msg=name)
@@ -542,11 +539,7 @@ def test_what_is_put_around_transports_sees_shards(how, world_size):
     if how in ("separate", "both"):
         ours.set_separate_reduce_scatter_group()
     optimizers = [adamw(model.parameters()) for model in (ours, reference)]
-    for number in range(3):
-        for model, optimizer, x in zip((ours, reference), optimizers, (mine(data(number)), data(number)), strict=True):
-            step(model, x)
-            optimizer.step()
-            optimizer.zero_grad()
+    train_beside(ours, reference, optimizers, 3)
     tolerance = 3e-2 if how == "wire" else 1e-5
     for param, other in zip(ours.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), other.data, rtol=tolerance, atol=tolerance)

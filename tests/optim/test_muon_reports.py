@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose import describe, fully_shard, plan, replicate
-from fsdp_compose.core.comm import ALL_TO_ALL
+from fsdp_compose.core.comm import CollectiveKind as Kind
 from fsdp_compose.core.comm.transport import Collective, CollectiveNotes, Recorder
 from fsdp_compose.core.group.registry import _get_fsdp_handles
 from fsdp_compose.inspect.describe import collect
@@ -36,7 +36,7 @@ class AllToAlls(CollectiveNotes):
         self.nbytes: list[int] = []
 
     def issue(self, collective: Collective) -> None:
-        if collective.kind == ALL_TO_ALL:
+        if collective.kind == Kind.ALL_TO_ALL:
             self.nbytes.append(collective.nbytes)
 
 
@@ -77,7 +77,7 @@ def test_a_plan_counts_what_a_step_sends(world_size):
     batch = next(batches(1))
     found = plan(lambda: (GPT(), lambda model: gpt_loss(model, batch)), world_size, optimizer_of=muon_of)
     (world,) = found.worlds
-    all_to_alls = [item for item in world.collectives if item.kind == ALL_TO_ALL]
+    all_to_alls = [item for item in world.collectives if item.kind == Kind.ALL_TO_ALL]
     assert len(all_to_alls) > 4 and all(item.num_ranks == world_size for item in all_to_alls)
     expected = {"nbytes": [item.nbytes for item in all_to_alls], "sent": sum(item.sent_bytes for item in all_to_alls)}
     run_distributed(step_as_planned, world_size, expected)

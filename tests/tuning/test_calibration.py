@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_compose import __main__ as command_line
-from fsdp_compose.core.comm import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from fsdp_compose.core.comm import CollectiveKind as Kind
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError
 from fsdp_compose.inspect import Operation
 from fsdp_compose.tuning import Curve, Hardware, Level, Workload, calibrate, calibration, hardware_of, write_hardware
-from fsdp_compose.tuning.fitting import busy_of, curves_of, fitted_beside, fitted_network, fitted_products
+from fsdp_compose.tuning.calibration import busy_of, curves_of, fitted_beside, fitted_network, fitted_products
 from fsdp_compose.tuning.workload import BESIDE, NUM_GATHERS, NUM_PRODUCTS, Sample
 from tests.harness import ROOT, fake_process_group
 from tests.tuning.failing_sizes import EndsOneRank, FailsOnOneRank, StopsOneRank
@@ -63,7 +63,11 @@ def test_everything_is_measured(hardware: Hardware):
         "add", "add_", "copy_", "gelu", "gelu_backward", "native_layer_norm", "native_layer_norm_backward",
         "log_softmax", "addcdiv_", "lerp_",
     }  # fmt: skip
-    assert {*device.collectives} == {ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE}
+    assert {*device.collectives} == {
+        Kind.ALL_GATHER,
+        Kind.REDUCE_SCATTER,
+        Kind.ALL_REDUCE,
+    }
     for curve in (*device.curves.values(), *device.collectives.values()):
         assert [*curve.nbytes] == sorted({*curve.nbytes}) and len(curve.nbytes) == 3
         assert [*curve.seconds] == sorted(curve.seconds) and curve.seconds[0] > 0
@@ -72,7 +76,7 @@ def test_everything_is_measured(hardware: Hardware):
     assert not device.overlaps and device.kernel == 0.0 and device.host > 0
     assert 1 << 28 < device.capacity <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
     assert hardware.network.levels == (Level(0, math.inf, 0.0),)
-    assert hardware.network.seconds(ALL_GATHER, 1 << 20, range(2)) == 0.0
+    assert hardware.network.seconds(Kind.ALL_GATHER, 1 << 20, range(2)) == 0.0
 
 
 @pytest.fixture
@@ -268,7 +272,10 @@ def test_a_machine_is_as_busy_as_half_of_what_computes():
 def test_products_beside_all_gathers_are_slower_by_what_they_still_lack_after_them():
     large = Operation("mm", "", 1e12, 1 << 20, torch.bfloat16)
     samples = [Sample("mm", 0.5, 0.0, replace(large, flops=1e9)), Sample("mm", 1.0, 0.0, large)]
-    gathers = [Sample(ALL_GATHER, 0.1, 0.0, nbytes=4), Sample(ALL_GATHER, 2.0, 0.0, nbytes=1 << 28)]
+    gathers = [
+        Sample(Kind.ALL_GATHER, 0.1, 0.0, nbytes=4),
+        Sample(Kind.ALL_GATHER, 2.0, 0.0, nbytes=1 << 28),
+    ]
     beside = Sample(BESIDE, NUM_PRODUCTS * 1.0 + NUM_GATHERS * 2.0 * (1 - 1 / 1.25), 0.0)
     assert fitted_beside([*samples, *gathers, beside]) == pytest.approx(1.25)
     assert fitted_beside([*samples, *gathers, replace(beside, wall=1.0)]) == 1.0  # never faster
@@ -277,9 +284,9 @@ def test_products_beside_all_gathers_are_slower_by_what_they_still_lack_after_th
 
 def test_the_network_of_gpus_is_fitted_to_all_gathers():
     def gather(nbytes: int) -> Sample:
-        return Sample(ALL_GATHER, 1e-5 + nbytes * 0.75 / 1e11, 0.0, nbytes=nbytes)
+        return Sample(Kind.ALL_GATHER, 1e-5 + nbytes * 0.75 / 1e11, 0.0, nbytes=nbytes)
 
     network = fitted_network([gather(4), gather(1 << 28)], "wall", True, 4, 2e11)
     assert network.levels[0].ranks == 4 and network.levels[0].bandwidth == pytest.approx(1e11)
     assert network.levels[1] == Level(0, 5e10, 5e-6)  # a fourth of the node's
-    assert network.seconds(ALL_GATHER, 1 << 20, range(4)) == pytest.approx(gather(1 << 20).wall, rel=1e-3)
+    assert network.seconds(Kind.ALL_GATHER, 1 << 20, range(4)) == pytest.approx(gather(1 << 20).wall, rel=1e-3)

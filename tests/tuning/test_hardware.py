@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compose.core.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from fsdp_compose.core.comm import CollectiveKind as Kind
 from fsdp_compose.errors import MisuseError
 from fsdp_compose.inspect import Operation
 from fsdp_compose.tuning import PRESETS, SOFTWARE, Curve, Device, Level, Network, hardware_of, read_hardware
@@ -35,7 +35,7 @@ def test_a_preset_is_read_back_as_it_was_written(tmp_path: Path, name: str):
 def test_curves_infinity_and_what_was_calibrated_are_read_back_too(tmp_path: Path):
     preset = PRESETS["h100"]
     curve = Curve((1.0, 1e16), (1e-300, 0.5))
-    device = replace(preset.device, name='a "quoted" name', curves={"add": curve}, collectives={ALL_GATHER: curve})
+    device = replace(preset.device, name='a "quoted" name', curves={"add": curve}, collectives={Kind.ALL_GATHER: curve})
     network = Network((Level(0, math.inf, 0.0),), 0.0)
     written = replace(preset, device=device, network=network, calibrated={"on": "it", "busy": 1.02, "rounds": 7})
     path = tmp_path / "hardware.json"
@@ -192,7 +192,7 @@ def test_a_curve_is_linear_between_its_points():
 NETWORK = Network((Level(4, 100.0, 0.25), Level(0, 10.0, 2.0)), start=1.0)
 
 
-@pytest.mark.parametrize("kind", [ALL_GATHER, REDUCE_SCATTER])
+@pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.REDUCE_SCATTER])
 def test_inside_a_node_all_but_a_rank_s_own_part_arrive_over_its_link(kind: str):
     # 3 steps; 3/4 of 800 bytes at 100 bytes a second
     assert NETWORK.seconds(kind, 800, range(4)) == pytest.approx(1.0 + 3 * 0.25 + 600 / 100)
@@ -200,46 +200,46 @@ def test_inside_a_node_all_but_a_rank_s_own_part_arrive_over_its_link(kind: str)
 
 def test_an_all_reduce_does_it_twice():
     # By a tree: 2 steps up and 2 down, where rings take 6.
-    assert NETWORK.seconds(ALL_REDUCE, 800, range(4)) == pytest.approx(1.0 + 4 * 0.25 + 1200 / 100)
+    assert NETWORK.seconds(Kind.ALL_REDUCE, 800, range(4)) == pytest.approx(1.0 + 4 * 0.25 + 1200 / 100)
 
 
 def test_across_nodes_a_group_uses_the_cards_of_all_its_ranks_in_a_node():
     # Two nodes of 4: 7/8 of the bytes at 4 x 10 bytes a second, which is slower than a link. Of 7 steps one crosses.
     expected = 1.0 + 6 * 0.25 + 1 * 2.0 + 700 / 40
-    assert NETWORK.seconds(ALL_GATHER, 800, range(8)) == pytest.approx(expected)
+    assert NETWORK.seconds(Kind.ALL_GATHER, 800, range(8)) == pytest.approx(expected)
     # Two of a node in each of two nodes: 2 cards.
     expected = 1.0 + 2 * 0.25 + 1 * 2.0 + 600 / 20
-    assert NETWORK.seconds(ALL_GATHER, 800, (0, 1, 4, 5)) == pytest.approx(expected)
+    assert NETWORK.seconds(Kind.ALL_GATHER, 800, (0, 1, 4, 5)) == pytest.approx(expected)
 
 
 def test_links_may_be_slower_than_all_cards_of_a_node():
     network = replace(NETWORK, levels=(NETWORK.levels[0], Level(0, 50.0, 2.0)))
     expected = 1.0 + 6 * 0.25 + 1 * 2.0 + 700 / 100  # 4 x 50 > 100
-    assert network.seconds(ALL_GATHER, 800, range(8)) == pytest.approx(expected)
+    assert network.seconds(Kind.ALL_GATHER, 800, range(8)) == pytest.approx(expected)
 
 
 def test_a_group_with_one_rank_in_each_node_uses_one_card():
     # What replicas of a hybrid mesh do: no link inside a node is used.
-    assert NETWORK.seconds(ALL_REDUCE, 800, (1, 5)) == pytest.approx(1.0 + 2 * 2.0 + 800 / 10)
+    assert NETWORK.seconds(Kind.ALL_REDUCE, 800, (1, 5)) == pytest.approx(1.0 + 2 * 2.0 + 800 / 10)
 
 
 def test_gathers_pass_on_along_a_ring_and_reductions_of_all_ranks_may_take_a_tree():
     ranks = range(1024)
     ring = (1024 - 256) * 0.25 + 255 * 2.0  # 256 nodes: so many steps cross them
-    assert NETWORK.seconds(ALL_GATHER, 1024, ranks) == pytest.approx(1.0 + ring + 1023 / 40)
+    assert NETWORK.seconds(Kind.ALL_GATHER, 1024, ranks) == pytest.approx(1.0 + ring + 1023 / 40)
     tree = math.log2(4) * 0.25 + math.log2(256) * 2.0
-    assert NETWORK.seconds(ALL_REDUCE, 1024, ranks) == pytest.approx(1.0 + 2 * tree + 2046 / 40)
+    assert NETWORK.seconds(Kind.ALL_REDUCE, 1024, ranks) == pytest.approx(1.0 + 2 * tree + 2046 / 40)
 
 
 def test_an_all_to_all_sends_what_it_is_told_to_and_each_rank_over_its_own_card():
     # Of 7 other ranks, 4 are in the other node: their share of 700 bytes at 10 bytes a second.
     expected = 1.0 + 2 * 0.25 + 1 * 2.0 + 700 * (4 / 7) / 10
-    assert NETWORK.seconds(ALL_TO_ALL, 5000, range(8), sent=700) == pytest.approx(expected)
-    assert NETWORK.seconds(ALL_TO_ALL, 5000, range(4), sent=700) == pytest.approx(1.0 + 2 * 0.25 + 7.0)
+    assert NETWORK.seconds(Kind.ALL_TO_ALL, 5000, range(8), sent=700) == pytest.approx(expected)
+    assert NETWORK.seconds(Kind.ALL_TO_ALL, 5000, range(4), sent=700) == pytest.approx(1.0 + 2 * 0.25 + 7.0)
 
 
 def test_one_rank_sends_nothing():
-    assert NETWORK.seconds(ALL_REDUCE, 800, (3,)) == 0.0
+    assert NETWORK.seconds(Kind.ALL_REDUCE, 800, (3,)) == 0.0
 
 
 def test_the_node_with_the_fewest_ranks_is_the_slowest():
@@ -264,6 +264,6 @@ def test_a_node_s_bandwidth_is_shared_by_its_ranks():
 
 
 def test_other_nodes_and_other_bandwidths():
-    assert NETWORK.with_node(8).seconds(ALL_GATHER, 800, range(8)) == pytest.approx(1.0 + 7 * 0.25 + 7.0)
+    assert NETWORK.with_node(8).seconds(Kind.ALL_GATHER, 800, range(8)) == pytest.approx(1.0 + 7 * 0.25 + 7.0)
     assert NETWORK.with_node(8).levels[1] == NETWORK.levels[1]
-    assert NETWORK.scaled(2.0).seconds(ALL_GATHER, 800, range(4)) == pytest.approx(1.0 + 3 * 0.25 + 3.0)
+    assert NETWORK.scaled(2.0).seconds(Kind.ALL_GATHER, 800, range(4)) == pytest.approx(1.0 + 3 * 0.25 + 3.0)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from fsdp_compose import MisuseError, MixedPrecisionPolicy, fully_shard, plan
 from fsdp_compose.__main__ import main
-from fsdp_compose.core.comm import REDUCE_SCATTER
+from fsdp_compose.core.comm import CollectiveKind as Kind
 from fsdp_compose.inspect import Issue, simulate
 from fsdp_compose.tuning import PRESETS, Device, Hardware, Level, Network, Result, Setting, Tuning, search, tune
 from fsdp_compose.tuning.answer import in_order
@@ -216,8 +216,8 @@ def test_without_sync_gradients_are_whole_until_the_last_micro_batch():
     limit = just_less_than(with_room(2).default.peak)
     found = tune(factory, 2, hardware(), max_memory=limit, accumulates=True)
     (result,) = [one for one in found.results if one.setting.no_sync and one.setting.strategy == "zero3"][:1]
-    reduced = [event for event in result.events if isinstance(event, Issue) and event.kind == REDUCE_SCATTER]
-    once = [event for event in found.default.events if isinstance(event, Issue) and event.kind == REDUCE_SCATTER]
+    reduced = [event for event in result.events if isinstance(event, Issue) and event.kind == Kind.REDUCE_SCATTER]
+    once = [event for event in found.default.events if isinstance(event, Issue) and event.kind == Kind.REDUCE_SCATTER]
     assert len(reduced) == len(once) > 0
     assert "all but the last under no_sync(model)" in result.code
     assert all(setting.no_sync == (setting.num_batches > 1) for setting in settings_of(found))

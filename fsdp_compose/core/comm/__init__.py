@@ -31,7 +31,6 @@ from .mesh import has_ranks_in_common as has_ranks_in_common
 from .mesh import mesh_beside as mesh_beside
 from .mesh import mesh_of_this_rank as mesh_of_this_rank
 from .mesh import replicated_mesh as replicated_mesh
-from .mesh import second_group as second_group
 from .mesh import stay_on_cpu as stay_on_cpu
 from .mesh import transport_of as transport_of
 from .store import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
@@ -41,13 +40,9 @@ from .store import known_namespace as known_namespace
 from .store import last_of_every_rank as last_of_every_rank
 from .store import meet as meet
 from .store import note as note
-from .transport import ALL_GATHER as ALL_GATHER
-from .transport import ALL_REDUCE as ALL_REDUCE
-from .transport import ALL_TO_ALL as ALL_TO_ALL
-from .transport import GATHER as GATHER
 from .transport import IN_GROUP as IN_GROUP
-from .transport import REDUCE_SCATTER as REDUCE_SCATTER
 from .transport import Collective as Collective
+from .transport import CollectiveKind as CollectiveKind
 from .transport import CollectiveNotes as CollectiveNotes
 from .transport import Label as Label
 from .transport import Names as Names

@@ -30,7 +30,6 @@ def known_for(group: object, kind: type[_Record]) -> _Record | None:
 
 
 def forget_for(group: object, kind: type) -> None:
-    """Stop keeping a record."""
     _contexts.get(group, {}).pop(kind, None)
 
 

@@ -38,7 +38,7 @@ from ...errors import RankLostError
 from .context import all_kept, forget_for, kept_for, known_for
 from .failure import carries, class_of_difference, close_connections, connects, give_up, limit_of, plain_text
 from .store import known_namespace, own_store, wait_for
-from .transport import BACKWARD, FORWARD, ROUND, STEP, Work
+from .transport import CollectiveKind, Work
 
 # ---- The elementwise maximum of a few bytes over all ranks, by messages between partners: recursive doubling.
 #
@@ -91,7 +91,7 @@ class Doubling:
         from ...plugins.gloo import Pending, look_after_pending
 
         self.rounds = rounds_of(control.rank(), control.size())
-        self.control, self.messages = control, gloo_messages(control)
+        self.messages = gloo_messages(control)
         look_after_pending()
         self.pending = partial(Pending, control)
         self._group = weakref.ref(group)
@@ -175,7 +175,12 @@ _HEAD = struct.Struct("<QQQQBBBBB3x")
 _ALL_ONES = (1 << 64) - 1
 _PER_BYTE = 0x9E3779B97F4A7C15  # mixes the number of bytes into the hash
 _IS_END, _IS_ROUND, _IS_STEP = range(3)  # kinds
-_KINDS = {"backward": BACKWARD, "forward": FORWARD, ROUND: ROUND, STEP: STEP}  # by what an exchange is at the end of
+# By what an exchange is at the end of, or what it is.
+_KINDS = {
+    "backward": CollectiveKind.BACKWARD,
+    "forward": CollectiveKind.FORWARD,
+    **{kind: kind for kind in (CollectiveKind.ROUND, CollectiveKind.STEP)},
+}
 _GRACE = timedelta(seconds=2)  # in which partners report whom they waited for, once an exchange has failed
 
 
@@ -192,23 +197,18 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     makes its connections."""
     control = known_for(group, _Control)
     if control is None:
-        _forget_destroyed()
+        # torch's own caches may keep destroyed process groups forever, through the meshes of DTensors, and each control
+        # group has connections and threads.
+        for other, known in all_kept(_Control):
+            if known.is_destroyable and is_destroyed(other):
+                forget_for(other, _Control)
+                forget_for(other, Carrier)
         store = dist.PrefixStore("control", own_store(group, "making the control group"))
         made = _Control(make_gloo_group(group, store), not is_destroyed(group))
         control = kept_for(group, _Control, lambda: made)
         connects(control.group, ())
         carries(control.group, group)
     return control.group
-
-
-def _forget_destroyed() -> None:
-    """Close the control groups of destroyed process groups."""
-    # torch's own caches may keep these process groups forever, through the meshes of DTensors, and each control group
-    # has connections and threads.
-    for group, control in all_kept(_Control):
-        if control.is_destroyable and is_destroyed(group):
-            forget_for(group, _Control)
-            forget_for(group, Carrier)
 
 
 class Carrier:
@@ -260,7 +260,7 @@ class Carrier:
         """Replace ``marks`` by the maximum over all ranks. Return whether all ranks that give a digest give the same
         one, and none is at another exchange instead."""
         known = (0, 0) if digest is None else (digest & _ALL_ONES, _ALL_ONES - (digest & _ALL_ONES))
-        self.send(_HEAD.pack(*known, 0, 0, 0, 0, 0, _IS_ROUND, 255 - _IS_ROUND) + marks, b"", ROUND)
+        self.send(_HEAD.pack(*known, 0, 0, 0, 0, 0, _IS_ROUND, 255 - _IS_ROUND) + marks, b"", CollectiveKind.ROUND)
         self.abandon()
         marks[:] = self._head[_HEAD.size : _HEAD.size + len(marks)]
         order, complement = _HEAD.unpack_from(self._head)[:2]
@@ -272,7 +272,9 @@ class Carrier:
         Returns:
             Whether all ranks are there, and whether they also give the same digest (of 64 bits).
         """
-        self.send(_HEAD.pack(digest, _ALL_ONES - digest, 0, 0, 0, 0, 0, _IS_STEP, 255 - _IS_STEP), b"", STEP)
+        self.send(
+            _HEAD.pack(digest, _ALL_ONES - digest, 0, 0, 0, 0, 0, _IS_STEP, 255 - _IS_STEP), b"", CollectiveKind.STEP
+        )
         self.abandon()
         order, complement = _HEAD.unpack_from(self._head)[:2]
         are_all_here = _are_of_one_kind(self._head)
@@ -331,7 +333,8 @@ class Carrier:
             from ...plugins.gloo import difference_of, who_left
 
             group = self._group()
-            what = self._end_of if self._end_of in (ROUND, STEP) else f"control exchange at the end of {self._end_of}"
+            is_at_end = self._end_of in ("backward", "forward")
+            what = f"control exchange at the end of {self._end_of}" if is_at_end else self._end_of
             difference = "" if group is None else difference_of(group)
             if group is not None and difference:
                 failure = class_of_difference(difference)(f"the {what} failed: {difference}")

@@ -223,10 +223,13 @@ PERIOD = 0.5  # seconds between looks
 Look = Callable[[], None]
 
 
+_looks: list[Look] = []  # what the thread calls
+
+
 class _Watchdog(threading.Thread):
-    def __init__(self, looks: Sequence[Look]) -> None:
+    def __init__(self) -> None:
         super().__init__(name="fsdp_compose: ranks that wait", daemon=True)
-        self._looks, self._ends = looks, threading.Event()
+        self._ends = threading.Event()
 
     def end(self) -> None:
         self._ends.set()
@@ -234,26 +237,19 @@ class _Watchdog(threading.Thread):
 
     def run(self) -> None:
         while not self._ends.wait(PERIOD):
-            for look in self._looks:
+            for look in _looks:
                 look()
 
 
-class _Watched:
-    """What the thread calls, and the thread."""
-
-    def __init__(self) -> None:
-        self.looks: list[Look] = []
-        self.thread: _Watchdog | None = None
-
-
-_watched = _Watched()
+_watchdog: _Watchdog | None = None
 
 
 def look_regularly(look: Look) -> None:
     """Have a thread call ``look``, which must not raise, every ``PERIOD`` seconds from now on. Registers it once."""
-    if look not in _watched.looks:
-        _watched.looks.append(look)
-    if _watched.thread is None or not _watched.thread.is_alive():  # a fork has no threads
-        _watched.thread = _Watchdog(_watched.looks)
-        _watched.thread.start()
-        atexit.register(_watched.thread.end)
+    global _watchdog
+    if look not in _looks:
+        _looks.append(look)
+    if _watchdog is None or not _watchdog.is_alive():  # a fork has no threads
+        _watchdog = _Watchdog()
+        _watchdog.start()
+        atexit.register(_watchdog.end)

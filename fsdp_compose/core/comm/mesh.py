@@ -28,11 +28,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ..._torch import (
-    backend_name,
     concatenate_meshes,
+    gloo_messages,
     group_device_types,
     group_timeout,
-    has_gloo_on_cpu,
     is_destroyed,
     make_group_of,
 )
@@ -81,23 +80,6 @@ class _Made:
     )
 
 
-class _Gathering:
-    """Ranks that have no process group yet, in the form that ``agree_on_name`` expects of a process group."""
-
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self._ranks, self._rank = ranks, rank
-
-    @property
-    def group_name(self) -> str:
-        return f"peers/{'-'.join(map(str, self._ranks))}"
-
-    def rank(self) -> int:
-        return self._ranks.index(self._rank)
-
-    def size(self) -> int:
-        return len(self._ranks)
-
-
 def group_of_ranks(
     ranks: Iterable[int],
     known: Iterable[dist.ProcessGroup] = (),
@@ -123,7 +105,7 @@ def group_of_ranks(
         if tuple(dist.get_process_group_ranks(group)) == wanted:
             return group
     made = kept_for(world, _Made).groups
-    key = wanted, "gloo" if like is None else backend_name(like)
+    key = wanted, "gloo" if like is None else dist.get_backend(like)
     if key not in made or is_destroyed(made[key]):
         made[key] = _make(wanted, world, like, is_simulated)
     return made[key]
@@ -141,20 +123,13 @@ def _make(
             "rank of a mesh must call fully_shard()"
         )
 
-    gathering = _Gathering(ranks, world.rank())
     # A name that no earlier initialization has used: torch keeps its own data for the group below that name.
-    name = f"{gathering.group_name}/{next(_numbers)}"
-    if not is_simulated:
-        name = agree_on_name(gathering, timeout, _GRACE, absence)
+    name = f"peers/{'-'.join(map(str, ranks))}"
+    if is_simulated:
+        name = f"{name}/{next(_numbers)}"
+    else:
+        name = agree_on_name(name, ranks.index(world.rank()), len(ranks), timeout, _GRACE, absence)
     return make_group_of(ranks, name, timeout, like)
-
-
-def second_group(mesh: DataParallelMesh) -> dist.ProcessGroup:
-    """Another process group of the ranks that share shards, made once. Ranks: those."""
-    ranks, own = dist.get_process_group_ranks(mesh.shard_group), mesh.shard_group
-    second = group_of_ranks(ranks, like=own, is_simulated=mesh.is_simulated)
-    fail_together([mesh.peers, own, second])
-    return second
 
 
 # ---- The mesh of a group
@@ -182,8 +157,8 @@ class DataParallelMesh:
         replica_transport: how they move over ``replicate_group``, or over the user's replica groups (``replicas``).
         missing_factor: the number of data ranks divided by the number of ranks over which collectives average here.
             Backward has already summed gradients over the rest (expert parallelism).
-        part_transport: how they move among the adjacent ranks that keep the parameters sharded among themselves between
-            forward and backward (``reshard_after_forward=int``); ``None`` without that option.
+        post_forward_transport: how they move among the adjacent ranks that keep the parameters sharded among themselves
+            between forward and backward (``reshard_after_forward=int``); ``None`` without that option.
     """
 
     mesh: DeviceMesh
@@ -199,16 +174,23 @@ class DataParallelMesh:
     transport: Transport
     replica_transport: Transport | None
     missing_factor: int = 1
-    part_transport: Transport | None = None
+    post_forward_transport: Transport | None = None
+
+    def second_group(self) -> dist.ProcessGroup:
+        """Another process group of the ranks that share shards, made once. Ranks: those."""
+        ranks, own = dist.get_process_group_ranks(self.shard_group), self.shard_group
+        second = group_of_ranks(ranks, like=own, is_simulated=self.is_simulated)
+        fail_together([self.peers, own, second])
+        return second
 
     def with_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> DataParallelMesh:
         """A copy with ``change(transport, role)`` instead of each transport."""
-        replicas, parts = self.replica_transport, self.part_transport
+        replicas, post_forward = self.replica_transport, self.post_forward_transport
         return replace(
             self,
             transport=self.transport.changed(lambda transport: change(transport, TransportRole.SHARDS)),
             replica_transport=None if replicas is None else change(replicas, TransportRole.REPLICAS),
-            part_transport=None if parts is None else change(parts, TransportRole.PARTS),
+            post_forward_transport=None if post_forward is None else change(post_forward, TransportRole.PARTS),
         )
 
     def with_replicas(self, replicas: Replicas | None) -> DataParallelMesh:
@@ -252,8 +234,8 @@ class DataParallelMesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups whose collectives serve the group."""
-        part_group = None if self.part_transport is None else self.part_transport.group
-        groups = [self.peers, self.shard_group, self.replicate_group, part_group]
+        post_forward_group = None if self.post_forward_transport is None else self.post_forward_transport.group
+        groups = [self.peers, self.shard_group, self.replicate_group, post_forward_group]
         return [group for group in groups if group is not None]
 
     @property
@@ -268,8 +250,8 @@ class DataParallelMesh:
             facts |= {"replicas": self.replicate_world_size, "shards": self.shard_world_size}
         if self.replicas is not None:
             facts["replica groups"] = "set_replicas()"
-        if self.part_transport is not None:
-            facts["ranks that share parts"] = self.part_size
+        if self.post_forward_transport is not None:
+            facts["ranks that share parts"] = self.post_forward_size
         return facts
 
     def transport_names(self) -> dict[str, str]:
@@ -284,9 +266,9 @@ class DataParallelMesh:
         return found
 
     @property
-    def part_size(self) -> int | None:
-        """How many ranks share parts; ``None`` without parts."""
-        return None if self.part_transport is None else self.part_transport.group.size()
+    def post_forward_size(self) -> int | None:
+        """How many ranks share the parameters between forward and backward; ``None`` without that option."""
+        return None if self.post_forward_transport is None else self.post_forward_transport.group.size()
 
     def ranks(self) -> frozenset[int]:
         """The data-parallel ranks, by their numbers in the default process group."""
@@ -298,11 +280,7 @@ class DataParallelMesh:
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
         """The placements on ``mesh`` of a tensor that is ``sharded`` over the shard group."""
-        return (*self._replicated, sharded)
-
-    @cached_property
-    def _replicated(self) -> tuple[Replicate, ...]:
-        return (Replicate(),) * (self.mesh.ndim - 1)
+        return (*[Replicate()] * (self.mesh.ndim - 1), sharded)
 
     @property
     def data_rank(self) -> int:
@@ -326,10 +304,10 @@ class DataParallelMesh:
         if any."""
         if mesh == self.mesh:
             return self
-        parts, num_shards = self.part_size, mesh.size(mesh.ndim - 1)
-        if parts is not None and (parts >= num_shards or num_shards % parts):
-            parts = None  # fewer ranks than are to share parts: shards stay
-        found = data_parallel_mesh(mesh, [(mesh, tensor_mesh)], parts)
+        post_forward, num_shards = self.post_forward_size, mesh.size(mesh.ndim - 1)
+        if post_forward is not None and (post_forward >= num_shards or num_shards % post_forward):
+            post_forward = None  # fewer ranks than are to share post_forward: shards stay
+        found = data_parallel_mesh(mesh, [(mesh, tensor_mesh)], post_forward)
         return found.run_among(self.peers, self.missing_factor * self.data_world_size)
 
     def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:
@@ -371,7 +349,7 @@ def mesh_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
     made = kept_for(group, _Made)
     found = made.beside.get((mesh, tensor_mesh))
     if found is None or _lost_groups(found):
-        from .same_part import mesh_with_same_part
+        from .same_shard import mesh_with_same_shard
 
         def make(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
             return (
@@ -380,7 +358,7 @@ def mesh_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
                 else _group_of_this_rank()
             )
 
-        found, joined = mesh_with_same_part(mesh, tensor_mesh, make)
+        found, joined = mesh_with_same_shard(mesh, tensor_mesh, make)
         made.beside[mesh, tensor_mesh] = found
         kept_for(found.get_group(found.ndim - 1), _Made).joined[found, tensor_mesh] = joined
     return found
@@ -397,9 +375,9 @@ def _lost_groups(mesh: DeviceMesh) -> bool:
 def check_beside(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
     """Raise RuntimeError if DTensors on ``tensor_mesh`` cannot be sharded over ``mesh``, or a part of it."""
     if has_ranks_in_common(mesh, tensor_mesh):
-        from .same_part import ranks_with_same_part
+        from .same_shard import ranks_with_same_shard
 
-        ranks_with_same_part(mesh, tensor_mesh)
+        ranks_with_same_shard(mesh, tensor_mesh)
     else:
         joined_mesh(mesh, tensor_mesh)
 
@@ -410,7 +388,7 @@ def has_ranks_in_common(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> bool:
 
 
 def _is_simulated(group: dist.ProcessGroup) -> bool:
-    return os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
+    return os.environ.get(SIMULATED_ENV) == "1" or dist.get_backend(group) == "fake"
 
 
 def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -420,7 +398,10 @@ def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     Raises:
         RuntimeError, TypeError, ValueError: as ``check_mesh``; and the mesh has two dimensions.
     """
-    return _with_own_dimension(_checked(mesh, "replicate", 1, "with one dimension, over which to replicate"))
+    mesh = _checked(mesh, "replicate", 1, "with one dimension, over which to replicate")
+    # A second dimension, in which each rank is alone.
+    groups, ranks = [mesh.get_group(0), _group_of_this_rank()], [[rank] for rank in mesh.mesh.tolist()]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -431,8 +412,7 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         TypeError: ``mesh`` is no ``DeviceMesh``.
         ValueError: ``mesh`` has more than two dimensions, or this rank is not in it.
     """
-    expected = "with one dimension, or with two, (replicate, shard)"
-    return _checked(mesh, "fully_shard", 2, expected)
+    return _checked(mesh, "fully_shard", 2, "with one dimension, or with two, (replicate, shard)")
 
 
 def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str) -> DeviceMesh:
@@ -460,16 +440,16 @@ def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str
 def data_parallel_mesh(
     mesh: DeviceMesh,
     parameter_meshes: Iterable[tuple[DeviceMesh, DeviceMesh | None]] = (),
-    part_size: int | None = None,
+    post_forward_size: int | None = None,
 ) -> DataParallelMesh:
     """Describe a mesh that was checked.
 
     Ranks: all of the mesh and of ``parameter_meshes``, if these are not all ranks of the job or there is a
-    ``part_size``.
+    ``post_forward_size``.
 
     Args:
-        part_size: how many adjacent ranks of the shard group keep the parameters sharded among themselves between
-            forward and backward; it divides the size of the shard group. ``None``: do not do that.
+        post_forward_size: how many adjacent ranks of the shard group keep the parameters sharded among themselves
+            between forward and backward; it divides the size of the shard group. ``None``: do not do that.
         parameter_meshes: for parameters, the mesh over which they are sharded, and that on which they are already
             DTensors, if they are (tensor parallelism); both are parts of one mesh.
 
@@ -481,11 +461,11 @@ def data_parallel_mesh(
     is_simulated = _is_simulated(group)
     joined = [own if item is None else joined_mesh(own, item) for own, item in parameter_meshes]
     widest = _widest([*dict.fromkeys([mesh, *joined])])
-    key = mesh, widest, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
+    key = mesh, widest, replicas, post_forward_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
     known = kept_for(group, _Made).described
     described = known.get(key)
     if described is None or any(map(is_destroyed, described.groups())):
-        described = known[key] = _describe(mesh, widest, group, replicas, device, is_simulated, part_size)
+        described = known[key] = _describe(mesh, widest, group, replicas, device, is_simulated, post_forward_size)
     return described
 
 
@@ -496,18 +476,20 @@ def _describe(
     replicas: dist.ProcessGroup | None,
     device: torch.device,
     is_simulated: bool,
-    part_size: int | None,
+    post_forward_size: int | None,
 ) -> DataParallelMesh:
     peers = group
     if not is_simulated and widest.ndim > 1:
         groups = [item for item in (group, replicas) if item is not None]
         peers = group_of_ranks(widest.mesh.flatten().tolist(), groups)
         fail_together([peers, *groups])
-    parts = None
-    if part_size is not None:
-        part_group = _part_group(group, part_size, is_simulated)
-        fail_together([peers, part_group])
-        parts = _transport(part_group, device, peers, is_simulated)
+    post_forward = None
+    if post_forward_size is not None:
+        first = group.rank() // post_forward_size * post_forward_size
+        ranks = dist.get_process_group_ranks(group)[first : first + post_forward_size]
+        post_forward_group = group_of_ranks(ranks, like=group, is_simulated=is_simulated)
+        fail_together([peers, post_forward_group])
+        post_forward = _transport(post_forward_group, device, peers, is_simulated)
     return DataParallelMesh(
         mesh=mesh,
         shard_group=group,
@@ -521,15 +503,8 @@ def _describe(
         transport=_transport(group, device, peers, is_simulated),
         replica_transport=None if replicas is None else _transport(replicas, device, peers, is_simulated),
         is_replicated=replicas is not None and group.size() == 1,
-        part_transport=parts,
+        post_forward_transport=post_forward,
     )
-
-
-def _part_group(group: dist.ProcessGroup, size: int, is_simulated: bool) -> dist.ProcessGroup:
-    """The process group of the ``size`` adjacent ranks in ``group`` that include this one."""
-    first = group.rank() // size * size
-    ranks = dist.get_process_group_ranks(group)[first : first + size]
-    return group_of_ranks(ranks, like=group, is_simulated=is_simulated)
 
 
 def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -554,7 +529,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.Pro
     """Choose how tensors on ``device`` move between the ranks of ``group``; the choice is the same on every rank.
     ``peers``: all ranks that issue the same collectives in the same order, each in its own process groups; default:
     ``group``."""
-    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
+    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and gloo_messages(group) is not None
     if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
         from ...plugins.gloo import Messages
 
@@ -566,12 +541,6 @@ def _transport(
     group: dist.ProcessGroup, device: torch.device, peers: dist.ProcessGroup, is_simulated: bool
 ) -> Transport:
     return Transport(group) if is_simulated else transport_of(group, device, peers)
-
-
-def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with one dimension plus a second one, in which each rank is alone."""
-    groups, ranks = [mesh.get_group(0), _group_of_this_rank()], [[rank] for rank in mesh.mesh.tolist()]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def _group_of_this_rank() -> dist.ProcessGroup:
@@ -595,7 +564,7 @@ def default_mesh() -> DeviceMesh:
     assert world is not None, "the caller has checked"
     made = kept_for(world, _Made)
     accelerator = None if made.is_on_cpu else torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
+    if accelerator is not None and accelerator.type in group_device_types(world) and dist.get_backend(world) != "gloo":
         device_type = accelerator.type
     mesh = made.default_meshes.get(device_type)
     if mesh is None:

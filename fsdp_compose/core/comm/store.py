@@ -26,16 +26,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any
 
 import torch.distributed as dist
 
 from ..._torch import default_store, group_timeout
 from ...errors import RankLostError, RanksDifferError, class_of, name_of
 from .context import kept_for, known_for
-from .failure import TIMEOUT_ENV, Meeting, class_of_difference, failure_of, give_up, gone
+from .failure import TIMEOUT_ENV, Meeting, class_of_difference, failure_of, give_up, gone, limit_of
 
-# ---- The part of the key-value store that belongs to one initialization of a process group.
+# ---- The keys in the key-value store that belong to one initialization of a process group.
 #
 # A store can outlive the processes that use it: ``torchrun --max-restarts`` starts new ones on the store of the dead
 # ones, and a program may destroy its process group and make another. Whatever was written before that looks like an
@@ -60,23 +61,16 @@ Absence = Callable[[Sequence[int]], Exception]
 """Return the error to raise when these ranks did not arrive."""
 
 
-class Ranks(Protocol):
-    """Ranks that meet: a process group, or the future members of one."""
-
-    @property
-    def group_name(self) -> str: ...
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
+def _new_token() -> str:
+    return secrets.token_hex(8)
 
 
 @dataclass(slots=True, eq=False)
 class _Rendezvous:
-    """What one rank knows of the rendezvous of a process group, or of ranks that are about to become one."""
+    """What one rank knows of the rendezvous of a process group."""
 
     # Tells this initialization of the ranks from earlier ones.
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    token: str = field(default_factory=_new_token)
     namespace: dist.Store | None = None  # the store that only this initialization writes to, once ranks have agreed
     # By purpose, the number of the next round, as far as this rank knows; part of the keys.
     next_rounds: Counter[str] = field(default_factory=Counter)
@@ -95,37 +89,29 @@ def record_of(group: dist.ProcessGroup) -> _Rendezvous:
     return kept_for(group, _Rendezvous)
 
 
-def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: timedelta, absence: Absence) -> dist.Store:
-    """Return the store that only this initialization of ``group`` writes to. All ranks must make the first call; a call
-    that failed may be repeated.
+def agree_on_name(
+    ranks: str, rank: int, size: int, timeout: timedelta, grace: timedelta, absence: Absence, token: str = ""
+) -> str:
+    """Return a name that ranks agree on, and no earlier initialization used. All of them must call it.
 
     Args:
+        ranks, rank, size: a name of these ranks, this rank's number among them, and how many they are.
         timeout: how long the first rank waits for the others; they wait ``grace`` longer.
+        token: this rank's, if a call that failed may be repeated.
 
     Raises:
         Exception: the one that ``absence`` returns for the ranks that did not arrive.
     """
-    known = kept_for(group, _Rendezvous)
-    if known.namespace is None:
-        known.namespace = dist.PrefixStore(agree_on_name(group, timeout, grace, absence), default_store())
-    return known.namespace
-
-
-def agree_on_name(ranks: Ranks, timeout: timedelta, grace: timedelta, absence: Absence) -> str:
-    """Return a name that ``ranks`` agree on and no earlier initialization used; else like ``agree_on_namespace``."""
-    base = f"fsdp_compose/{ranks.group_name}"
+    base, token = f"fsdp_compose/{ranks}", token or _new_token()
     store = dist.PrefixStore(f"{base}/challenge", default_store())
-    token = kept_for(ranks, _Rendezvous).token
-    if ranks.rank() == 0:
-        name = token
-        _challenge(store, token, ranks.size(), timeout, absence)
-    else:
-        name = _answer(store, token, ranks.rank(), timeout + grace, absence)
-    return f"{base}/{name}"
+    if rank == 0:
+        _challenge(store, token, size, timeout, absence)
+        return f"{base}/{token}"
+    return f"{base}/{_answer(store, token, rank, timeout + grace, absence)}"
 
 
 def _challenge(store: dist.Store, token: str, size: int, timeout: timedelta, absence: Absence) -> None:
-    """The first rank's part."""
+    """What the first rank does."""
     store.set("now", token)
     answers = [f"answer/{token}/{rank}" for rank in range(1, size)]
     if not answers:
@@ -137,7 +123,7 @@ def _challenge(store: dist.Store, token: str, size: int, timeout: timedelta, abs
 
 
 def _answer(store: dist.Store, token: str, rank: int, timeout: timedelta, absence: Absence) -> str:
-    """The other ranks' part. Return the challenge that holds."""
+    """What the other ranks do. Return the challenge that holds."""
     deadline = time.monotonic() + timeout.total_seconds()
     pause, granted, answered = _FIRST_CHALLENGE_LOOK, f"granted/{token}", ""
     if not wait_for(store, ["now"], timeout):
@@ -344,33 +330,19 @@ class _Waits:
                     raise _RankGone(error)
 
 
-class _Round(NamedTuple):
+class _Round:
     """The keys of one round. ``store``: that of its purpose."""
 
-    store: dist.Store
-    number: int
-
-    @property
-    def opened(self) -> str:
-        return f"open/{self.number}"
-
-    @property
-    def verdict(self) -> str:
-        return f"verdict/{self.number}"
-
-    @property
-    def details(self) -> str:
-        return f"details/{self.number}"
-
-    @property
-    def told(self) -> str:
-        return f"told/{self.number}"
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self.store, self.number = store, number
+        self._keys = [f"{key}/{number}" for key in ("open", "verdict", "details", "told")]
+        self.opened, self.verdict, self.details, self.told = self._keys
 
     def payload(self, rank: int) -> str:
         return f"payload/{self.number}/{rank}"
 
     def delete(self) -> None:
-        for key in (self.opened, self.verdict, self.details, self.told):
+        for key in self._keys:
             self.store.delete_key(key)
 
 
@@ -422,13 +394,19 @@ def _attend(waits: _Waits, this: _Round, payload: str, details: str) -> tuple[st
 
 
 def own_store(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.Store:
-    """Return the store that only this initialization of ``group`` writes to. Every rank must make the first call."""
-    timeout = timeout or _timeout(group, None)
+    """Return the store that only this initialization of ``group`` writes to. Every rank must make the first call; one
+    that failed may be repeated."""
+    known = kept_for(group, _Rendezvous)
+    if known.namespace is None:
+        limit = timeout or _timeout(group, None)
 
-    def error(absent: Sequence[int]) -> RuntimeError:
-        return RankLostError(_absence(absent, group, purpose, timeout))
+        def error(absent: Sequence[int]) -> RuntimeError:
+            return RankLostError(_absence(absent, group, purpose, limit))
 
-    return agree_on_namespace(group, timeout, _GRACE, error)
+        ranks = group.group_name, group.rank(), group.size()
+        name = agree_on_name(*ranks, limit, _GRACE, error, known.token)
+        known.namespace = dist.PrefixStore(name, default_store())
+    return known.namespace
 
 
 def _preside(
@@ -441,6 +419,7 @@ def _preside(
 ) -> tuple[str, str]:
     """Lead a round as the first rank. Return how it ends (``_OK``, "gone" or an error's class) and a text."""
     store, group = this.store, waits.group
+    leftovers = kept_for(group, _Rendezvous).leftovers
     keys = [this.payload(rank) for rank in range(1, group.size())]
 
     def absent() -> list[int]:
@@ -455,22 +434,19 @@ def _preside(
         kind, text = _kind_of(error), str(error)
         missing = ",".join(map(str, absent()))
     else:
-        _tidy(group, waits.purpose)  # all ranks have arrived: none asks for an earlier round
+        # All ranks have arrived, and have read the rounds before. A round that some ranks missed stays until all meet
+        # for the same purpose: those ranks count on from there.
+        for earlier in (*leftovers.pop("", []), *leftovers.pop(waits.purpose, [])):
+            earlier.delete()
         brought = [payload, *(item.decode() for item in (store.multi_get(keys) if keys else []))]
-        differing = _first_differing(brought) if explain is not None else None
+        payloads, _, asides = zip(*(item.rpartition("\n") for item in brought), strict=True)
+        differing = next((rank for rank, given in enumerate(payloads) if given != payloads[0]), None)
         if explain is not None and differing is not None:
             return _ask(waits, this, differing, details, explain)
-        asides = [item.rpartition("\n")[2] for item in brought]
-        text = judge(asides if any(asides) else [item.rpartition("\n")[0] for item in brought])
+        text = judge([*(asides if any(asides) else payloads)])
     store.set(this.verdict, f"{kind}:{missing}:{text}")
-    kept_for(group, _Rendezvous).leftovers[waits.purpose if missing else ""].append(this)
+    leftovers[waits.purpose if missing else ""].append(this)
     return kind, text
-
-
-def _first_differing(brought: Sequence[str]) -> int | None:
-    """The first rank whose payload differs from the first rank's."""
-    payloads = [item.rpartition("\n")[0] for item in brought]
-    return next((rank for rank, payload in enumerate(payloads) if payload != payloads[0]), None)
 
 
 def _ask(
@@ -491,15 +467,6 @@ def _ask(
 
 def _kind_of(error: RuntimeError) -> str:
     return "gone" if isinstance(error, _RankGone) else name_of(error)
-
-
-def _tidy(group: dist.ProcessGroup, purpose: str) -> None:
-    """Delete the keys of rounds that no rank can ask for any more, now that all ranks have arrived at a later one."""
-    known = kept_for(group, _Rendezvous).leftovers
-    # Ranks that are here have read the rounds before. A round that some ranks missed stays until all meet for the same
-    # purpose: those ranks count on from there.
-    for this in (*known.pop("", []), *known.pop(purpose, [])):
-        this.delete()
 
 
 def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Sequence[int]]) -> str:
@@ -528,9 +495,8 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _timeout(group: dist.ProcessGroup, default: timedelta | None) -> timedelta:
-    seconds = os.environ.get(TIMEOUT_ENV)
-    if seconds:
-        return timedelta(seconds=float(seconds))
+    if os.environ.get(TIMEOUT_ENV):
+        return limit_of(group)
     if failure_of(group):
         return _BROKEN_TIMEOUT
     return min(default, group_timeout(group)) if default else group_timeout(group)
@@ -538,9 +504,5 @@ def _timeout(group: dist.ProcessGroup, default: timedelta | None) -> timedelta:
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[int, Any, Any] | None:
     """The first position where two sequences differ, with both values (``None`` past an end)."""
-    for i in range(max(len(ours), len(theirs))):
-        a = ours[i] if i < len(ours) else None
-        b = theirs[i] if i < len(theirs) else None
-        if a != b:
-            return i, a, b
-    return None
+    pairs = enumerate(zip_longest(ours, theirs))
+    return next(((i, a, b) for i, (a, b) in pairs if a != b), None)

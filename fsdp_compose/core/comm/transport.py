@@ -39,23 +39,24 @@ def is_capturing(device: torch.device) -> bool:
 # ---- Kinds of collectives, and labels for what they carry, as errors and schedules print them.
 
 
-(
-    ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND, ALL_TO_ALL,
-    STEP,
-) = KINDS = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "second half of the all-reduce",
-    "exchange of tensors",
-    "exchange at the end of backward",
-    "exchange at the end of forward",
-    "introduction before the first long sum",
-    "round about optional groups",
-    "all-to-all",
-    "start of an optimizer's step",
-)  # fmt: skip
-GATHER = "gather"  # of unequal parts, or to one rank: several of these collectives, or calls of torch.distributed
+class CollectiveKind:
+    """What a collective does, in words."""
+
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    SECOND_HALF = "second half of the all-reduce"
+    MESSAGES = "exchange of tensors"
+    BACKWARD = "exchange at the end of backward"
+    FORWARD = "exchange at the end of forward"
+    INTRODUCTION = "introduction before the first long sum"
+    ROUND = "round about optional groups"
+    ALL_TO_ALL = "all-to-all"
+    STEP = "start of an optimizer's step"
+    GATHER = "gather"  # of unequal shards, or to one rank: several of these, or calls of torch.distributed
+
+
+KINDS = [kind for name, kind in vars(CollectiveKind).items() if name.isupper()]
 
 
 class Work(Protocol):
@@ -179,7 +180,7 @@ class Replicas(Protocol):
         ``RuntimeError`` in ``wait()`` ends this group: its other ranks raise ``RankLostError``.
 
         Args:
-            tensor: this rank's part of a gradient, averaged over its group: 1-D, contiguous, in the reduce dtype, on
+            tensor: this rank's shard of a gradient, averaged over its group: 1-D, contiguous, in the reduce dtype, on
                 the device that computes.
         """
 
@@ -205,11 +206,11 @@ class TransportRole(Enum):
 
     SHARDS = "shards"  # gathers parameters and scatters gradients
     REPLICAS = "replicas"  # averages gradients over the ranks that hold the same shard
-    PARTS = "parts"  # gathers parts that adjacent ranks have kept (``reshard_after_forward=int``)
+    PARTS = "parts"  # gathers what adjacent ranks have kept (``reshard_after_forward=int``)
     TENSOR_PARALLEL = "tensor-parallel sums"  # of gradients; always as they are
 
 
-_LONG_BYTES = 1 << 20  # of one rank's part: above this, copying padded parts costs more than one broadcast per part
+_LONG_BYTES = 1 << 20  # of one rank's shard: above this, copying padded shards costs more than one broadcast per shard
 
 Range = tuple[int, int]
 """Elements from the first number up to, but not including, the second."""
@@ -250,7 +251,7 @@ class Transport:
         return change(self)
 
     def as_gathered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """What every rank sees of ``part``, this rank's part, when it was gathered as ``dtype``; ``None``: unknown."""
+        """What ranks see of ``part``, this rank's elements, when it was gathered as ``dtype``; ``None``: unknown."""
         return part.to(dtype)
 
     @property
@@ -273,8 +274,8 @@ class Transport:
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's part of it. If this
-        transport ``rounds``, it may have another dtype."""
+        """Fill ``whole`` with the equal shards of all ranks, in order; ``shard`` may be this rank's chunk of it. If
+        this transport ``rounds``, it may have another dtype."""
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
         return self.group._allgather_base(whole, shard, _ALL_GATHER)
@@ -286,8 +287,8 @@ class Transport:
         return partial(self.group._allgather_base, as_transferable(whole), as_transferable(shard), _ALL_GATHER)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        """Fill ``shard`` with this rank's part of the sum, or average, of ``whole`` over the ranks. ``shard`` may be
-        this rank's part of ``whole``, and ``whole`` may be overwritten."""
+        """Fill ``shard`` with this rank's chunk of the sum, or average, of ``whole`` over the ranks. ``shard`` may be
+        this rank's chunk of ``whole``, and ``whole`` may be overwritten."""
         options = _AVERAGE if is_average else _SUM
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
@@ -307,8 +308,8 @@ class Transport:
         num_moved: int,
         label: Label,
     ) -> Work:
-        """Send each rank its part of ``sent``, and fill ``received`` with the parts for this rank, in the order of
-        ranks. ``num_moved``: the elements of all parts of all ranks, the same on every rank."""
+        """Send each rank its chunk of ``sent``, and fill ``received`` with the chunks for this rank, in the order of
+        ranks. ``num_moved``: the elements of all chunks of all ranks, the same on every rank."""
         into, out = as_transferable(received), as_transferable(sent)
         work = dist.all_to_all_single(into, out, [*received_sizes], [*sent_sizes], self.group, async_op=True)
         assert work is not None, "this rank is in the group"
@@ -317,12 +318,12 @@ class Transport:
     def gather(
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
     ) -> None:
-        """Fill ``whole`` with the parts of all ranks, and wait for it.
+        """Fill ``whole`` with the elements of all ranks, and wait for it.
 
         Args:
             whole: ``None`` on a rank that does not want it.
             part: this rank's elements.
-            ranges: the position of each rank's part in ``whole``; parts may have unequal lengths.
+            ranges: the position of each rank's elements in ``whole``; ranks may have unequally many.
             is_everywhere: all ranks want it, rather than only the first.
         """
         lengths = {stop - start for start, stop in ranges}
@@ -340,18 +341,18 @@ class Transport:
         elif not is_even:
             self._gather_uneven_on_first(whole, part, ranges)
         else:
-            parts = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
-            dist.gather(as_transferable(part), parts, group=self.group, group_dst=0)
+            chunks = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
+            dist.gather(as_transferable(part), chunks, group=self.group, group_dst=0)
 
     def skip(self, nbytes: int, label: Label) -> None:
         """Called when ranks of other process groups of the mesh gather ``nbytes`` and those of this one do not."""
 
-    def _gather_uneven(self, whole: torch.Tensor, part: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
+    def _gather_uneven(self, whole: torch.Tensor, shard: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
         owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
         longest = max(stop - start for start, stop in ranges)
-        if 2 * len(owners) <= len(ranges) or longest * part.element_size() >= _LONG_BYTES:
-            # Few ranks hold anything, or there is much to send: broadcast each part straight to its place.
-            whole[slice(*ranges[self.group.rank()])] = part
+        if 2 * len(owners) <= len(ranges) or longest * shard.element_size() >= _LONG_BYTES:
+            # Few ranks hold anything, or there is much to send: broadcast each shard straight to its place.
+            whole[slice(*ranges[self.group.rank()])] = shard
             works = [
                 dist.broadcast(
                     as_transferable(whole[slice(*ranges[rank])]), group=self.group, group_src=rank, async_op=True
@@ -362,25 +363,25 @@ class Transport:
                 assert work is not None, "this rank is in the group"
                 work.wait()
             return
-        padded = part.new_zeros(longest)
-        padded[: part.numel()] = part
-        everything = part.new_empty(longest * len(ranges))
+        padded = shard.new_zeros(longest)
+        padded[: shard.numel()] = shard
+        everything = shard.new_empty(longest * len(ranges))
         self.all_gather(everything, padded, label).wait()
         for rank, (start, stop) in enumerate(ranges):
             whole[start:stop] = everything[rank * longest : rank * longest + stop - start]
 
-    def _gather_uneven_on_first(self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range]) -> None:
+    def _gather_uneven_on_first(self, whole: torch.Tensor | None, shard: torch.Tensor, ranges: Sequence[Range]) -> None:
         """With point-to-point messages, which arrive at their final place."""
         if whole is None:
-            messages = [dist.P2POp(dist.isend, as_transferable(part), group=self.group, group_peer=0)]
+            messages = [dist.P2POp(dist.isend, as_transferable(shard), group=self.group, group_peer=0)]
         else:
-            whole[slice(*ranges[0])] = part
+            whole[slice(*ranges[0])] = shard
             messages = [
                 dist.P2POp(dist.irecv, as_transferable(whole[start:stop]), group=self.group, group_peer=rank)
                 for rank, (start, stop) in enumerate(ranges)
                 if rank and stop > start
             ]
-        if whole is None and not part.numel():
+        if whole is None and not shard.numel():
             return
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
@@ -505,7 +506,7 @@ class Collective:
     """One collective.
 
     Attributes:
-        kind: one of ``KINDS``, or ``GATHER``.
+        kind: a ``CollectiveKind``.
         label: the parameters that it is for.
         numel, dtype: of the whole tensor, which each rank has before or after it; of an all-to-all, of all that moves.
         num_ranks: how many ranks take part; 0: replica groups, whose number changes.
@@ -575,15 +576,15 @@ class Recorder(TransportWrapper):
         return change(self)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        collective = self._issue(ALL_GATHER, label, whole)
+        collective = self._issue(CollectiveKind.ALL_GATHER, label, whole)
         return self._under_way(collective, self.inner.all_gather(whole, shard, label))
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        collective = self._issue(REDUCE_SCATTER, label, whole)
+        collective = self._issue(CollectiveKind.REDUCE_SCATTER, label, whole)
         return self._under_way(collective, self.inner.reduce_scatter(shard, whole, is_average, label))
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
-        collective = self._issue(ALL_REDUCE, label, tensor)
+        collective = self._issue(CollectiveKind.ALL_REDUCE, label, tensor)
         return self._under_way(collective, self.inner.all_reduce(tensor, is_average, label))
 
     def all_to_all(
@@ -595,7 +596,7 @@ class Recorder(TransportWrapper):
         num_moved: int,
         label: Label,
     ) -> Work:
-        collective = Collective(ALL_TO_ALL, str(label), num_moved, sent.dtype, self.group.size())
+        collective = Collective(CollectiveKind.ALL_TO_ALL, str(label), num_moved, sent.dtype, self.group.size())
         self._notes.issue(collective)
         work = self.inner.all_to_all(received, sent, received_sizes, sent_sizes, num_moved, label)
         return self._under_way(collective, work)
@@ -604,7 +605,7 @@ class Recorder(TransportWrapper):
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
     ) -> None:
         place, numel = "every rank" if is_everywhere else "the first rank", sum(stop - start for start, stop in ranges)
-        collective = Collective(GATHER, str(label), numel, part.dtype, self.group.size(), place)
+        collective = Collective(CollectiveKind.GATHER, str(label), numel, part.dtype, self.group.size(), place)
         self._notes.issue(collective)
         self._notes.wait(collective)
         self.inner.gather(whole, part, ranges, is_everywhere, label)

@@ -1,7 +1,7 @@
 """One flat parameter: its layout, its shard, the unsharded buffer, its gradient and reductions; nothing here knows
 about modules.
 
-``FlatParamHandle`` (``flat_param``) builds and holds the parts. ``Communicator`` (``collectives``) moves them between
+``FlatParamHandle`` (``flat_param``) builds and holds them. ``Communicator`` (``collectives``) moves them between
 ranks when the runtime asks for it. Read ``layout`` first, then ``flat_param``, ``unsharded`` and ``gradient``.
 
 Parameters share a flat parameter if they agree in dtype, ``requires_grad`` and ``ParameterKind``. This is decided once,
@@ -76,11 +76,8 @@ from .reduction import ReductionOptions as ReductionOptions
 from .shard_storage import ON_DEVICE as ON_DEVICE
 from .shard_storage import ShardStorage as ShardStorage
 from .shard_storage import host_memory as host_memory
-from .sharded_param import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
-from .sharded_param import FORWARD_SPEC_ATTRIBUTE as FORWARD_SPEC_ATTRIBUTE
-from .sharded_param import MESH_ATTRIBUTE as MESH_ATTRIBUTE
-from .sharded_param import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 from .sharded_param import ManagedParameter as ManagedParameter
+from .sharded_param import ParamAttribute as ParamAttribute
 from .sharded_param import annotation_of as annotation_of
 from .sharded_param import annotations_on as annotations_on
 from .sharded_param import check_content as check_content

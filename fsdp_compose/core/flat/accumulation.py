@@ -134,12 +134,12 @@ class UnreducedGradient(RaggedDTensor):
 
 
 def behind(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The reduced part of a gradient that ``.grad`` shows."""
+    """What is reduced of a gradient, which ``.grad`` shows."""
     return gradient.hidden if isinstance(gradient, UnreducedGradient) else gradient
 
 
 def put_behind(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Make ``gradient`` the reduced part of a parameter's gradient."""
+    """Make ``gradient`` what is reduced of a parameter's gradient."""
     if isinstance(parameter.grad, UnreducedGradient):
         parameter.grad.hidden = gradient
     else:

@@ -27,8 +27,8 @@ from .param_kind import ParameterKind, plain_tensor
 from .policy import CPUOffloadPolicy, Granularity
 from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import (
-    FORWARD_SPEC_ATTRIBUTE,
     ManagedParameter,
+    ParamAttribute,
     copy_attributes,
     even_chunks,
     inner_of_sharded_param,
@@ -59,7 +59,7 @@ def shard_params(
         codec, shard = _cut(managed[0], mesh)
         kind = replace(kind, codec=codec)
     own: TensorParallel | None = None
-    if any(spec_of(item) is not None or FORWARD_SPEC_ATTRIBUTE in item.__dict__ for item in originals):
+    if any(spec_of(item) is not None or ParamAttribute.FORWARD_SPEC in item.__dict__ for item in originals):
         from ...plugins.tensor_parallel import TensorParallel
 
         own = TensorParallel.of(originals)
@@ -119,7 +119,7 @@ def shard_again(
     """Make a flat parameter from parameters that other flat parameters have sharded, and replace those.
 
     Ranks: all ranks of the mesh; each parameter is all-gathered once, but one that is stored as several tensors, of
-    which every rank keeps its part.
+    which every rank keeps its shard.
 
     Raises:
         ValueError: such a parameter was sharded on another mesh.
@@ -143,8 +143,8 @@ def shard_again(
         device = local_elements(params[0]).device
         with torch.inference_mode(False), torch.no_grad():
             shard = handle.storage.zeros(handle.shard_numel, params[0].dtype, device)
-            parts = zip(params, handle.views_of(shard), specs, strict=True)
-            for i, (sharded, local, spec) in enumerate(parts):
+            locals_ = zip(params, handle.views_of(shard), specs, strict=True)
+            for i, (sharded, local, spec) in enumerate(locals_):
                 if device.type != "meta":
                     inner = inner_of_sharded_param(sharded)
                     local.copy_(handle.layout.own_elements(i, inner, mesh.shard_rank).view(local.shape))
@@ -177,8 +177,8 @@ def _new_handle(
     dtype = managed[0].parameter.dtype
     specs = sharded_specs(layout, mesh, dtype, own_specs)
     local_shards = [
-        (part.shard_start, part.shard_start + part.numel, spec.local_shape)
-        for part, spec in zip(layout.local_shards(mesh.shard_rank), specs, strict=True)
+        (local.shard_start, local.shard_start + local.numel, spec.local_shape)
+        for local, spec in zip(layout.local_shards(mesh.shard_rank), specs, strict=True)
     ]
     return FlatParamHandle(layout, layout.over(mesh), kind, local_shards, own, storage), specs
 

@@ -255,15 +255,15 @@ class Communicator:
             handle.unsharded.gather(segments)
 
     @in_range("all_gather")
-    def unshard_parts(self, handle: FlatParamHandle) -> None:
-        """Like ``unshard``, from the parts that ``reshard_to_part`` has kept, among the ranks that share them."""
+    def unshard_post_forward(self, handle: FlatParamHandle) -> None:
+        """Like ``unshard``, from the shards that ``reshard_to_post_forward`` has kept, among these ranks."""
         handle.unsharded.allocate()
         if self._all_gather_stream is None:
-            handle.unsharded.gather_parts()
+            handle.unsharded.gather_post_forward()
             return
         self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._all_gather_stream):
-            handle.unsharded.gather_parts()
+            handle.unsharded.gather_post_forward()
 
     def refresh(self, handle: FlatParamHandle) -> None:
         """Gather again into the memory of a handle that was left unsharded; its shard may have changed."""
@@ -305,13 +305,13 @@ class Communicator:
         except RuntimeError as error:
             raise self._refuse_exported(handle, error) from error
 
-    def reshard_to_part(self, handle: FlatParamHandle) -> None:
-        """Like ``reshard``, but keep this rank's part of the gathered parameters, if it has one to keep."""
+    def reshard_to_post_forward(self, handle: FlatParamHandle) -> None:
+        """Like ``reshard``, but keep this rank's post-forward shard, if it has one to keep."""
         unsharded = handle.unsharded
-        if unsharded.part is not None and unsharded.is_allocated and not unsharded.keep:
+        if unsharded.post_forward is not None and unsharded.is_allocated and not unsharded.keep:
             if unsharded.work is not None:
                 self.wait(handle)
-            unsharded.keep_part()
+            unsharded.keep_post_forward()
         self.reshard(handle)
 
     @in_range("all_gather")
@@ -476,7 +476,7 @@ class Communicator:
             self._follow(handle, following)
 
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
-        """Run ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
+        """Run ``reduction``, which has memory of its own, at once, and return this rank's shard of the average in the
         dtype of the gradient: for functional mode."""
         result = torch.empty_like(handle.shard, dtype=handle.gradient.dtype)
         reduction.set_target(handle.pending_gradients.options, result, False, None)

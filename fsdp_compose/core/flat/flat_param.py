@@ -135,7 +135,7 @@ class FlatParamHandle(_Referable):
         return twin
 
     def set_shard(self, shard: torch.Tensor) -> None:
-        """Adopt ``shard``, of which the sharded parameters already are views, and build the other parts."""
+        """Adopt ``shard``, of which the sharded parameters already are views, and build the rest."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
         self.pending_gradients.dtype = self.kind.reduction_dtype(self.kind.codec.dtype_of(shard))
@@ -156,9 +156,9 @@ class FlatParamHandle(_Referable):
         else:
             own = self.tensor_parallel
             unsharded = self.storage.unsharded(shard, layout, self.mesh, compute, self.label, own)
-        parts = (self.sharded_params, self.local_shards, self.segments)
+        described = (self.sharded_params, self.local_shards, self.segments)
         numel, gradient_dtype = layout.shard_numel, kind.gradient_dtype(dtype)
-        memory = self.storage.gradient_memory(shard.device, *parts, numel, gradient_dtype)
+        memory = self.storage.gradient_memory(shard.device, *described, numel, gradient_dtype)
         return unsharded, self.storage.gradient(memory, self.hooks, self.mesh.is_replicated)
 
     def call_parameters(self, names: Names, whole_group: str) -> None:

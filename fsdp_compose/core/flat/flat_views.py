@@ -1,4 +1,4 @@
-"""Flat views: contiguous parts (segments) of a flat parameter, each one leaf parameter, for optimizers that ignore
+"""Flat views: contiguous ranges (segments) of a flat parameter, each one leaf parameter, for optimizers that ignore
 shapes.
 
 ``FlatParamHandle`` owns the segments of its flat parameter, ``optimizers/flat_parameters`` asks for them, and
@@ -8,7 +8,7 @@ shapes.
     whole            |x x x x x x x x x x x x|    stock DTensor, Shard(0): the shards are equal, padding included
     a and b only     |x x x x|x x|                RaggedDTensor: rank 0 holds 6 elements, rank 1 none
 
-Parameters that tensor parallelism has split get flat views of their own, which hold the parts of the ranks one after
+Parameters that tensor parallelism has split get flat views of their own, which hold the ranks' shards one after
 the other. For all other parameters, the ranks of the tensor-parallel mesh hold the same elements.
 """
 
@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._torch import DTensorSpec, TensorMeta, make_dtensor, renew_hooks, set_local_tensor
 from ..comm import DataParallelMesh
-from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
+from ..ragged import RaggedDTensor, RaggedShard
 from .layout import FlatLayout
-from .sharded_param import FLAT_ATTRIBUTE, copy_attributes, local_of, shown_on
+from .sharded_param import ParamAttribute, copy_attributes, local_of, shown_on
 
 
 class FlatSegment:
@@ -38,7 +38,7 @@ class FlatSegment:
         sharded_params: the adjacent parameters, as a range of indices; if it has all of them, the flat view is the
             whole shard, with its padding.
         is_local: the flat view is a plain tensor of what this rank holds, instead of a DTensor.
-        shard: this rank's shard, of which the flat view shows a part.
+        shard: this rank's shard, of which the flat view shows a range.
         cut: the dimensions of the tensor-parallel mesh over which all of these parameters are split, if any.
         among_cut: other parameters of the model are split by tensor parallelism; torch cannot combine their norms with
             those of stock DTensors.
@@ -64,7 +64,7 @@ class FlatSegment:
         self._mesh, self._cut, self._is_stock = mesh, cut, self.is_whole and not cut and not among_cut
         last = layout.params[sharded_params[-1]]
         begin, end = layout.params[sharded_params[0]].offset, last.offset + last.numel
-        if cut or layout.in_chunks:  # with the padding: ranks may hold unequal parts of the last parameter
+        if cut or layout.in_chunks:  # with the padding: ranks may hold unequal shares of the last parameter
             following = layout.params[sharded_params.stop :]
             end = following[0].offset if following else layout.flat_numel
         if self.is_whole:
@@ -76,7 +76,7 @@ class FlatSegment:
         # For parameter.grad, a view of the flat gradient; None while that has no memory.
         self.gradient: torch.Tensor | None = None
         self.parameter = self._make_parameter(shard)  # the flat view, a leaf; permanently the same object
-        setattr(self.parameter, FLAT_ATTRIBUTE, True)
+        setattr(self.parameter, ParamAttribute.FLAT, True)
 
     def rebind(self, shard: torch.Tensor) -> None:
         """Make the parameter a view of another shard; its gradient is dropped."""
@@ -123,7 +123,7 @@ class FlatSegment:
             mesh = self._mesh.beside(tensor_mesh)
             placements = (*placements, *(Shard(0) if dim in dims else Replicate() for dim in range(tensor_mesh.ndim)))
         if not self._is_stock:
-            return RaggedDTensor(local, RaggedSpec.make(mesh, placements, self._shape, local.dtype))
+            return RaggedDTensor._from_elements(local, mesh, placements, self._shape)
         meta, placements = TensorMeta(torch.Size(self._shape), (1,), local.dtype), self._mesh.placements(Shard(0))
         tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(mesh, placements, meta))
         return tensor

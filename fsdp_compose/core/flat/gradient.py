@@ -80,7 +80,7 @@ class GradientMemory:
         self._num_others = (0, 0)  # references to the segments' views, and uses of the storage
 
     def local_shard_of(self, flat: torch.Tensor | None, index: int) -> torch.Tensor:
-        """The part of ``flat`` that belongs to a sharded parameter, in its shape."""
+        """The elements of ``flat`` that belong to a sharded parameter, in its shape."""
         assert flat is not None
         start, stop, shape = self._local_shards[index]
         return flat[start:stop].view(shape)
@@ -321,15 +321,15 @@ class ShardedGradient:
 
     @property
     def flat(self) -> torch.Tensor | None:
-        """The flat gradient, if some sharded parameter has a part of it; valid only while ``is_untouched``."""
+        """The flat gradient, if some sharded parameter has elements in it; valid only while ``is_untouched``."""
         return self.memory.flat if self.memory.is_allocated and 1 in self._is_published else None
 
     def published_locals(self, sharded_params: Iterable[int]) -> list[torch.Tensor]:
-        """This rank's part of the gradients of some sharded parameters; those without a gradient are left out."""
+        """This rank's shards of the gradients of some sharded parameters; those without a gradient are left out."""
         return [self.memory.locals[i] for i in sharded_params if self._is_published[i]]
 
     def zero_unpublished(self) -> None:
-        """Zero the padding, and the parts of sharded parameters without a gradient, after the flat gradient was
+        """Zero the padding, and the elements of sharded parameters without a gradient, after the flat gradient was
         scaled."""
         memory = self.memory
         memory.zero_gaps()
@@ -382,8 +382,8 @@ class ShardedGradient:
 
     def _drop_views(self, segment: FlatSegment) -> None:
         if self.memory.views:
-            part = slice(segment.sharded_params.start, segment.sharded_params.stop)
-            for sharded, view in zip(self._sharded_params[part], self.memory.views[part], strict=True):
+            indices = slice(segment.sharded_params.start, segment.sharded_params.stop)
+            for sharded, view in zip(self._sharded_params[indices], self.memory.views[indices], strict=True):
                 if sharded.grad is view:
                     sharded.grad = None
 

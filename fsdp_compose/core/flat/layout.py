@@ -1,4 +1,4 @@
-"""Where each parameter of a group is in the flat parameter, and which part of it each rank holds.
+"""Where each parameter of a group is in the flat parameter, and which elements of it each rank holds.
 
 A flat parameter is one buffer of `world_size` equal shards. It holds the parameters in registration order, each in one
 piece. A shard boundary may fall inside a parameter, but never inside one of its granules. Here `a` of shape (5, 4), `b`
@@ -8,8 +8,8 @@ of shape (3,) and `c` of shape (2, 4) are on 3 ranks, aligned to 4 elements, one
     shard              |rank 0      |rank 1      |rank 2      |
     local shards of a  |3 rows      |2 rows      |none        |      the shard boundary lies between two rows
 
-The part of a parameter inside one shard is a local shard: contiguous in the parameter, in the flat parameter and in the
-shard; possibly empty. Every parameter and every shard starts on a multiple of `alignment` elements.
+The elements of a parameter inside one shard are a local shard: contiguous in the parameter, in the flat parameter and
+in the shard; possibly empty. Every parameter and every shard starts on a multiple of `alignment` elements.
 
 Planning finds the smallest shard length that keeps the granules whole that the user asked for. Then, within a budget of
 padding, it looks for a length at which as many of the other parameters as possible are sharded between rows of dim 0:
@@ -158,7 +158,7 @@ class FlatLayout:
     granule_padding_numel: int
     """The padding that the granules the user asked for add to the shortest possible flat parameter."""
     in_chunks: ClassVar[bool] = False
-    """Each rank holds a part of every parameter: see the file ``even_chunks``."""
+    """Each rank holds a chunk of every parameter: see the file ``even_chunks``."""
 
     @property
     def flat_numel(self) -> int:
@@ -179,7 +179,7 @@ class FlatLayout:
         return (self.flat_numel - payload) / payload if payload else 0.0
 
     def local_shard(self, index: int, rank: int) -> LocalShard:
-        """The part of parameter `index` that `rank` holds."""
+        """The local shard of parameter `index` that `rank` holds."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         param = self.params[index]
         shard_offset = rank * self.shard_numel
@@ -188,7 +188,7 @@ class FlatLayout:
         return LocalShard(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
 
     def local_shards(self, rank: int) -> list[LocalShard]:
-        """The part of each parameter that `rank` holds."""
+        """The local shard of each parameter that `rank` holds."""
         return [self.local_shard(index, rank) for index in range(len(self.params))]
 
     @cached_property
@@ -202,7 +202,7 @@ class FlatLayout:
         return placements
 
     def local_shards_of(self, index: int) -> dict[int, LocalShard]:
-        """The parts of parameter `index`, by rank, for the ranks that hold some of it."""
+        """The local shards of parameter `index`, by rank, for the ranks that hold some of it."""
         return {rank: self.local_shard(index, rank) for rank in self.holders(index)}
 
     def counts(self, index: int) -> RunLengths:
@@ -224,14 +224,14 @@ class FlatLayout:
         """The mesh for a flat parameter with this layout."""
         return mesh
 
-    def own_part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+    def own_shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """What a rank's shard has of a whole flat tensor."""
         return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
     def own_elements(self, index: int, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """What a rank holds of the whole parameter ``index``, flattened."""
-        part = self.local_shard(index, rank)
-        return whole.reshape(-1)[part.param_start : part.param_start + part.numel]
+        local = self.local_shard(index, rank)
+        return whole.reshape(-1)[local.param_start : local.param_start + local.numel]
 
     def whole_of(self, index: int, elements: torch.Tensor) -> torch.Tensor:
         """The whole parameter ``index``, of which the elements are given one rank's after the other."""

@@ -234,7 +234,7 @@ class Reduction:
         self.work = self.output = self._target = self._earlier = None
 
     def take_scattered(self) -> torch.Tensor:
-        """Called after the first stage: return this rank's part of the sum over the shard group, plus those of earlier
+        """Called after the first stage: return this rank's shard of the sum over the shard group, plus those of earlier
         reductions, to be kept."""
         assert self.output is not None
         scattered = add_scattered(self.output, self._earlier, self._kept_dtype)

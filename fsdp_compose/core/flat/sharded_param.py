@@ -44,19 +44,21 @@ from .param_kind import ParameterKind
 if TYPE_CHECKING:
     from ...plugins.tensor_parallel import Annotation
 
-# Where a sharded parameter stores the subclass of nn.Parameter that the original belonged to.
-_CLASS_ATTRIBUTE = "_fsdp_compose_class"
-# Where an original parameter stores the sharded parameter that has replaced it.
-SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
-FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
-# Set on a parameter that forward sees on a mesh with data-parallel dimensions too; see ``tensor_parallel``.
-FORWARD_SPEC_ATTRIBUTE = "_fsdp_compose_forward_spec"
-_DIM_ATTRIBUTE = "_fsdp_compose_dim"  # set on a parameter of which even chunks are cut along another dimension than 0
-MESH_ATTRIBUTE = "_fsdp_compose_mesh"  # set on a parameter that has another data-parallel mesh than its group
+
+class ParamAttribute:
+    """What this package sets on parameters, and on their sharded ones."""
+
+    CLASS = "_fsdp_compose_class"  # of a sharded parameter: the subclass of nn.Parameter that the original belonged to
+    SHARDED = "_fsdp_compose_sharded_param"  # of an original: the sharded parameter that has replaced it
+    FLAT = "_fsdp_compose_flat"  # of the flat views that ``flat_parameters()`` has made
+    # Of a parameter that forward sees on a mesh with data-parallel dimensions too; see ``tensor_parallel``.
+    FORWARD_SPEC = "_fsdp_compose_forward_spec"
+    DIM = "_fsdp_compose_dim"  # of a parameter of which even chunks are cut along another dimension than 0
+    MESH = "_fsdp_compose_mesh"  # of a parameter that has another data-parallel mesh than its group
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """This rank's elements of a tensor."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -126,16 +128,16 @@ class EvenChunks:
         spec = spec_of(param)
         is_free = spec is None or not any(item.is_shard(dim) for item in spec.placements)
         if is_free:
-            param.__dict__[_DIM_ATTRIBUTE] = dim
+            param.__dict__[ParamAttribute.DIM] = dim
         return is_free
 
     def forget(self, param: torch.Tensor) -> None:
-        param.__dict__.pop(_DIM_ATTRIBUTE, None)
+        param.__dict__.pop(ParamAttribute.DIM, None)
 
     def dim_of(self, param: torch.Tensor) -> int:
         """The dimension along which a parameter is to be cut, or is already."""
         known = param._spec.even_dim if isinstance(param, RaggedDTensor) else 0
-        return int(param.__dict__.get(_DIM_ATTRIBUTE, known))
+        return int(param.__dict__.get(ParamAttribute.DIM, known))
 
 
 even_chunks = EvenChunks()
@@ -144,7 +146,7 @@ even_chunks = EvenChunks()
 def meshes_of(param: torch.Tensor, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The mesh over which a parameter of a group on ``mesh`` is sharded, and that on which it is a DTensor, or
     annotated like one. Ranks: see ``mesh_beside``."""
-    spec, given = spec_of(param), param.__dict__.get(MESH_ATTRIBUTE, mesh)
+    spec, given = spec_of(param), param.__dict__.get(ParamAttribute.MESH, mesh)
     return (given, None) if spec is None else (mesh_beside(given, spec.mesh), spec.mesh)
 
 
@@ -172,7 +174,7 @@ class ManagedParameter:
 
 def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
     """The sharded parameter that has replaced ``param``; ``param`` itself if none has."""
-    sharded: torch.Tensor = param.__dict__.get(SHARDED_PARAM_ATTRIBUTE, param)
+    sharded: torch.Tensor = param.__dict__.get(ParamAttribute.SHARDED, param)
     return sharded
 
 
@@ -201,8 +203,8 @@ def sharded_specs(
             whole = mesh.beside(earlier.mesh)
             if layout.in_chunks and is_shard_of_rows(placement):  # chunks of the rows that tensor parallelism has left
                 sizes = zip(earlier.placements, earlier.mesh.shape, strict=True)
-                num_parts = prod([size for item, size in sizes if is_shard_of_rows(item)])
-                placements = mesh.placements(rows_within(num_parts))
+                num_slices = prod([size for item, size in sizes if is_shard_of_rows(item)])
+                placements = mesh.placements(rows_within(num_slices))
             placements, shape = (*placements, *earlier.placements), tuple(earlier.shape)
         key = (id(whole), placements, shape, dtype)
         spec = known.get(key)
@@ -225,7 +227,7 @@ def make_sharded_param(
         sharded.__dict__.update(annotation.attributes)
     copy_attributes(original, sharded, not_copied=class_attributes(original))
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
-        sharded.__dict__[_CLASS_ATTRIBUTE] = type(original)
+        sharded.__dict__[ParamAttribute.CLASS] = type(original)
     return sharded
 
 
@@ -259,14 +261,14 @@ def share_attributes(sharded: nn.Parameter, full: torch.Tensor) -> None:
 def restore_attributes(sharded: nn.Parameter, full: nn.Parameter) -> None:
     """Give a full parameter the original's attributes, and its class if that is the user's own."""
     share_attributes(sharded, full)
-    cls = sharded.__dict__.get(_CLASS_ATTRIBUTE)
+    cls = sharded.__dict__.get(ParamAttribute.CLASS)
     if cls is not None:
         full.__class__ = cls
 
 
 def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
     """Like ``restore_attributes``, for a tensor that is part of an autograd graph."""
-    cls = sharded.__dict__.get(_CLASS_ATTRIBUTE)
+    cls = sharded.__dict__.get(ParamAttribute.CLASS)
     if cls is not None:
         whole = whole.as_subclass(cls)
     share_attributes(sharded, whole)
@@ -274,7 +276,14 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
 
 
 NOT_COPIED = frozenset(
-    {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE, FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, _DIM_ATTRIBUTE}
+    {
+        "_is_param",
+        ParamAttribute.SHARDED,
+        SHOWN_ATTRIBUTE,
+        ParamAttribute.FORWARD_SPEC,
+        ParamAttribute.MESH,
+        ParamAttribute.DIM,
+    }
 )
 
 
@@ -304,7 +313,7 @@ def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
 def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
     """Give ``sharded`` the elements, dtype and memory of a tensor that would replace it; it keeps its identity and its
     attributes. Its gradient is dropped, as it would be with the parameter. Of a plain tensor, which is whole and the
-    same on every rank, each rank copies its own part.
+    same on every rank, each rank copies its own elements.
 
     Ranks: if ``source`` is sharded in another way, all ranks of the mesh (it is redistributed).
     """
@@ -386,7 +395,7 @@ def shown_on(device: torch.device, gradient: DTensor) -> DTensor:
 
 
 def is_sharded_like(gradient: torch.Tensor, sharded: nn.Parameter) -> bool:
-    """Whether this rank's part of ``gradient`` has the same elements as its part of ``sharded``."""
+    """Whether this rank's shard of ``gradient`` has the same elements as its shard of ``sharded``."""
     if not isinstance(sharded, RaggedDTensor):
         return True
     return isinstance(gradient, RaggedDTensor) and gradient._spec.is_sharded_like(sharded._spec)

@@ -35,12 +35,12 @@ from .sharded_param import own_counter, restore_attributes
 if TYPE_CHECKING:
     from ...plugins.tensor_parallel import TensorParallel
 
-# ---- Input of an all-gather: the shards of all ranks, or parts kept from an earlier all-gather
+# ---- Input of an all-gather: the shards of all ranks, or the post-forward shards of a few
 #
-# Parts (``reshard_after_forward=int``): between forward and backward, a few adjacent ranks of the shard group hold the
-# unsharded parameters together, each an equal part, in the compute dtype. Backward gathers among these few ranks only.
-# The idea is FSDP2's. That parts outlive the backward, until a step, is the idea of hybrid sharding with optimizer
-# state sharded over all ranks (HFSDP, Megatron-FSDP).
+# Post-forward shards (``reshard_after_forward=int``): between forward and backward, a few adjacent ranks of the shard
+# group hold the unsharded parameters together, each an equal shard, in the compute dtype. Backward gathers among these
+# few ranks only. The idea is FSDP2's. That these shards outlive the backward, until a step, is the idea of hybrid
+# sharding with optimizer state sharded over all ranks (HFSDP, Megatron-FSDP).
 
 
 CopyIn = Callable[["torch.Tensor", "torch.Tensor"], None]
@@ -105,12 +105,12 @@ def _issue_nothing() -> Any:
     """Does nothing: there is no other rank."""
 
 
-class PartialReshard:
-    """This rank's part of the unsharded flat parameter, which exists from ``keep`` to ``drop``.
+class PostForwardShard:
+    """This rank's post-forward shard of the flat parameter, which exists from ``keep`` to ``drop``.
 
     Args:
         flat: the output of all-gathers, which may have no memory now.
-        transport: moves tensors among the ranks that share the parts.
+        transport: moves tensors among the ranks that have these shards.
         label: the parameters.
     """
 
@@ -131,14 +131,14 @@ class PartialReshard:
         return self._nbytes if self.is_kept else 0
 
     def keep(self, shown: torch.Tensor) -> None:
-        """Copy this rank's part out of the complete unsharded flat parameter."""
+        """Copy this rank's shard out of the complete unsharded flat parameter."""
         if not self.is_kept:
             self._memory.untyped_storage().resize_(self._nbytes)
             self.is_kept = True
         self._memory.copy_(shown[self._range])
 
     def gather(self) -> Work:
-        """Issue the all-gather of the parts, on the current stream."""
+        """Issue the all-gather of these shards, on the current stream."""
         return self.transport.all_gather(*self._arguments)
 
     def drop(self) -> None:
@@ -253,7 +253,7 @@ class Unsharded:
 
     __slots__ = (
         "_shard", "_source", "_unedited", "counters", "dtype", "flags", "follows_writes", "gathered", "is_allocated",
-        "keep", "left_by_forward", "memory", "never_freed", "params", "part", "work",
+        "keep", "left_by_forward", "memory", "never_freed", "params", "post_forward", "work",
     )  # fmt: skip
 
     shows_shards = True  # shards are gathered, possibly cast, so each rank can compare its own with the result
@@ -278,9 +278,9 @@ class Unsharded:
                 device = shard.device if copy_in is None or shard.is_meta else mesh.device
                 flat = torch.empty(layout.flat_numel, dtype=dtype, device=device)
             self._source = ShardSource(shard, flat, mesh, label, copy_in)
-            parts = None if self.never_freed else mesh.part_transport
+            transport = None if self.never_freed else mesh.post_forward_transport
             # What may stay when the parameters are freed.
-            self.part = None if parts is None else PartialReshard(flat, parts, label)
+            self.post_forward = None if transport is None else PostForwardShard(flat, transport, label)
             may_free = not (self.never_freed or self.is_meta)
             self.memory = UnshardedMemory(flat, error_of_late_access(mesh.rank, label) if may_free else None)
             self.memory.show()
@@ -317,11 +317,11 @@ class Unsharded:
     # ---- Gathering
 
     def gather_on(self, mesh: DataParallelMesh) -> None:
-        """Move shards, and parts, with the transports of ``mesh`` from now on."""
+        """Move shards, post-forward ones too, with the transports of ``mesh`` from now on."""
         self._source.gather_by(mesh.transport)
-        if self.part is not None:
-            assert mesh.part_transport is not None, "it has the same ranks"
-            self.part.transport = mesh.part_transport
+        if self.post_forward is not None:
+            assert mesh.post_forward_transport is not None, "it has the same ranks"
+            self.post_forward.transport = mesh.post_forward_transport
 
     def allocate(self) -> None:
         """Allocate memory, to be filled."""
@@ -335,16 +335,16 @@ class Unsharded:
             self.memory.allocate()
             self.is_allocated = True
         self.gathered = self._shard._version, segments, writes.count
-        if self.part is not None:
-            self.part.drop()  # kept from an earlier all-gather
+        if self.post_forward is not None:
+            self.post_forward.drop()  # kept from an earlier all-gather
         self.work = self._source.gather()
         if self.work is None:
             self.memory.show()
 
-    def gather_parts(self) -> None:
-        """Like ``gather``, from the parts that stayed when the parameters were last freed."""
-        assert self.part is not None
-        self.work = self.part.gather()
+    def gather_post_forward(self) -> None:
+        """Like ``gather``, from the shards that stayed when the parameters were last freed."""
+        assert self.post_forward is not None
+        self.work = self.post_forward.gather()
 
     def hide(self) -> None:
         """Hide the parameters, before another all-gather into the same memory."""
@@ -366,15 +366,15 @@ class Unsharded:
         memory.release(0)
         self.is_allocated = self.left_by_forward = False
 
-    def keep_part(self) -> None:
-        """Keep this rank's part when the parameters, which are complete, are freed."""
-        if self.part is not None:
+    def keep_post_forward(self) -> None:
+        """Keep this rank's post-forward shard when the parameters, which are complete, are freed."""
+        if self.post_forward is not None:
             with torch.no_grad():
-                self.part.keep(self.memory.shown)
+                self.post_forward.keep(self.memory.shown)
 
-    def drop_part(self) -> None:
-        if self.part is not None:
-            self.part.drop()
+    def drop_post_forward(self) -> None:
+        if self.post_forward is not None:
+            self.post_forward.drop()
 
     def be_left(self, is_left: bool, follows_writes: bool = False) -> None:
         """Note that a forward leaves this allocated, or that it was gathered again after one did."""

@@ -22,12 +22,9 @@ from .change_detection import Replacement as Replacement
 from .change_detection import detect_meta_buffers as detect_meta_buffers
 from .change_detection import find_replacements as find_replacements
 from .change_detection import find_untied as find_untied
-from .change_detection import is_sleeping as is_sleeping
 from .change_detection import left_empty_error as left_empty_error
 from .change_detection import put_to_sleep as put_to_sleep
-from .change_detection import refuse_sleeping as refuse_sleeping
 from .change_detection import refuse_unwritten_buffers as refuse_unwritten_buffers
-from .change_detection import sleeping_error as sleeping_error
 from .change_detection import take_over_assigned as take_over_assigned
 from .change_detection import wake as wake
 from .collective_order import END_OF_BACKWARD as END_OF_BACKWARD
@@ -95,7 +92,6 @@ from .registry import modules_to_run as modules_to_run
 from .registry import own_state as own_state
 from .registry import partition as partition
 from .registry import prepare_swap as prepare_swap
-from .registry import register_state as register_state
 from .registry import roots_together as roots_together
 from .registry import state_of_hooked as state_of_hooked
 from .registry import states_for as states_for

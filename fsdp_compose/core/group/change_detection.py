@@ -27,14 +27,7 @@ from ..._torch import (
     post_accumulate_hooks,
 )
 from ...errors import MisuseError, MisuseRuntimeError
-from ..flat import (
-    SHARDED_PARAM_ATTRIBUTE,
-    check_grad_dtype,
-    handle_of,
-    is_sharded_like,
-    local_elements,
-    take_over,
-)
+from ..flat import ParamAttribute, check_grad_dtype, handle_of, is_sharded_like, local_elements, take_over
 from ..ragged import RaggedDTensor, is_alike, requires_grad_writes, was_left_empty
 from .kept_tensors import BatchedKeptTensors
 from .parameter_swap import Held, ParameterSwap
@@ -52,7 +45,11 @@ class ChangeDetector:
         handles = [handle for state in states for handle in state._handles]
         self._slots = Held([item for state in states for item in state.swap.watched_dicts()])
         self._sharded_params = [sharded for handle in handles for sharded in handle.sharded_params]
-        self._memory = _Memory(self._sharded_params)
+        # A parameter that is given other memory gets another local tensor, but a local tensor can also be pointed to
+        # other memory itself: compare identities, then addresses.
+        self._locals = [*map(local_elements, self._sharded_params)]
+        self._filled = [local for local in self._locals if local.numel()]
+        self.follow_addresses()
         self._unsharded = [param for handle in handles for param in handle.unsharded.params]
         self._no_grads = [None] * len(self._sharded_params)
         self._flags = [flag for handle in handles for flag in handle.unsharded.flags]
@@ -60,7 +57,7 @@ class ChangeDetector:
         self._handles = handles
         self._num_toggles = self._ended_backward = -1
         self._counters = [tensor for handle in handles for tensor in handle.unsharded.counters]
-        self._versions = self._present_versions()
+        self._versions = [*map(_version_of, self._counters)]
         self._has_meta = any(handle.unsharded.is_meta for handle in handles)
         # Without the root's own group: its module's attributes lead to the object that holds this one, and the cycle
         # would keep the model alive.
@@ -75,7 +72,8 @@ class ChangeDetector:
                 not self._has_meta
                 and self._slots.is_same()
                 and not self.was_toggled()
-                and self._memory.is_same()
+                and all(map(is_, map(local_elements, self._sharded_params), self._locals))
+                and [*map(_data_ptr, self._filled)] == self._addresses
                 and (self._ended_backward == backwards.count or not self.has_unsharded_grads())
             )
 
@@ -90,7 +88,7 @@ class ChangeDetector:
 
     def follow_addresses(self) -> None:
         """Note that the memory of sharded parameters has moved, with the same elements."""
-        self._memory.follow_addresses()
+        self._addresses = [*map(_data_ptr, self._filled)]
 
     def has_unsharded_grads(self) -> bool:
         """Whether autograd has left a gradient on some unsharded parameter that was not taken yet."""
@@ -112,41 +110,14 @@ class ChangeDetector:
         self._num_toggles = count
         return False
 
-    def _present_versions(self) -> list[int]:
-        """Versions of the unsharded parameters."""
-        return [*map(_version_of, self._counters)]
-
     def was_forward_unchanged(self) -> bool:
         """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""
         with PlainAttributes():
             return (
                 self._unsharded_slots.is_same()
-                and self._present_versions() == self._versions
+                and [*map(_version_of, self._counters)] == self._versions
                 and [*map(_requires_grad, self._unsharded)] == self._flags
             )
-
-
-class _Memory:
-    """Where the elements of sharded parameters are."""
-
-    __slots__ = ("_addresses", "_filled", "_locals", "_params")
-
-    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
-        self._params = params
-        self._locals = [*map(local_elements, params)]
-        self._filled = [local for local in self._locals if local.numel()]
-        self._addresses = [*map(_data_ptr, self._filled)]
-
-    def follow_addresses(self) -> None:
-        self._addresses = [*map(_data_ptr, self._filled)]
-
-    def is_same(self) -> bool:
-        # A parameter that is given other memory gets another local tensor, but a local tensor can also be pointed to
-        # other memory itself: compare identities, then addresses.
-        return (
-            all(map(is_, map(local_elements, self._params), self._locals))
-            and [*map(_data_ptr, self._filled)] == self._addresses
-        )
 
 
 # ---- Parameters that a loader assigned
@@ -265,7 +236,7 @@ def _can_replace(given: nn.Parameter, own: nn.Parameter) -> bool:
         return False
     if isinstance(given, DTensor):
         return given.device_mesh == own.device_mesh
-    return type(given) is nn.Parameter and SHARDED_PARAM_ATTRIBUTE not in given.__dict__
+    return type(given) is nn.Parameter and ParamAttribute.SHARDED not in given.__dict__
 
 
 def find_untied(swap: ParameterSwap) -> dict[nn.Parameter, nn.Parameter]:
@@ -388,10 +359,10 @@ class _SleepingDetector:
 
     def __init__(self, original: ParameterDetector, state: _FSDPState) -> None:
         self.original = original
-        self._name = state.name
+        self._error = state.sleeping_error
 
     def _refuse(self) -> NoReturn:
-        raise MisuseRuntimeError(sleeping_error(self._name))
+        raise MisuseRuntimeError(self._error)
 
     is_unchanged = has_unsharded_grads = backward_has_ended = was_toggled = _refuse
     has_grads = newly_kept = was_forward_unchanged = follow_addresses = _refuse
@@ -413,35 +384,16 @@ def wake(states: Iterable[_FSDPState]) -> None:
         state.persistent.is_asleep = False
     for state in states:
         for owner in _owners(state):
-            if isinstance(owner.detector, _SleepingDetector):
-                is_awake = owner.root is None or not any(map(is_sleeping, owner.root.live_states()))
-                if is_awake:
-                    owner.detector = owner.detector.original
+            is_awake = owner.root is None or not any(item.persistent.is_asleep for item in owner.root.live_states())
+            if is_awake and isinstance(owner.detector, _SleepingDetector):
+                owner.detector = owner.detector.original
             if owner.detector is not None and not isinstance(owner.detector, _SleepingDetector):
                 owner.detector.follow_addresses()
-
-
-def is_sleeping(state: _FSDPState) -> bool:
-    return state.persistent.is_asleep
-
-
-def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
-    """Raise RuntimeError if one of these groups is asleep."""
-    for state in states:
-        if is_sleeping(state):
-            raise MisuseRuntimeError(sleeping_error(state.name))
-
-
-def sleeping_error(name: str) -> str:
-    return (
-        f"the parameters of the fully_shard group {name} have been in host memory since offload_model(): call "
-        "onload_model(model) before using them"
-    )
 
 
 def _owners(state: _FSDPState) -> list[_FSDPState]:
     """The states that hold the detector of the group's root."""
     if state.root is None:
         return []
-    found = [part[0]() for part in state.root.parts]
+    found = [states[0]() for states in state.root.by_root_module]
     return [owner for owner in found if owner is not None]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ..comm import all_kept, kept_for
+from ..comm import kept_for
 
 if TYPE_CHECKING:
     from ..flat import FlatParamHandle
@@ -109,16 +109,13 @@ UNNUMBERED = GroupEntries(-1)
 
 
 class OrderedRoot(Protocol):
-    """The part of a ``Root`` that the order uses."""
+    """What the order uses of a ``Root``."""
 
-    @property
-    def number(self) -> int: ...
+    number: int
+    order: CollectiveLog
 
     @property
     def states(self) -> Sequence[Callable[[], Group | None]]: ...  # weak references
-
-    @property
-    def order(self) -> CollectiveLog: ...
 
     @property
     def label(self) -> str: ...
@@ -129,15 +126,11 @@ class OrderedRoot(Protocol):
 
 
 class Group(Protocol):
-    """The part of an ``_FSDPState`` that the order uses."""
+    """What the order uses of an ``_FSDPState``."""
 
     log: GroupEntries
-
-    @property
-    def serial(self) -> int: ...
-
-    @property
-    def _handles(self) -> list[FlatParamHandle]: ...
+    serial: int
+    _handles: list[FlatParamHandle]
 
     @property
     def name(self) -> str: ...
@@ -182,10 +175,6 @@ class CollectiveLog:
             self.serve(root, entry)
         self.entries.append(entry)
 
-    def take_back(self) -> None:
-        """Forget the collective recorded last: the ranks have not agreed on it, so it is not issued."""
-        self.entries.pop()
-
     @property
     def count(self) -> int:
         """The total number of collectives issued."""
@@ -212,11 +201,6 @@ class CollectiveLog:
             self.entries[:] = [Entry(Kind.FOLDED, detail=order_hash(self.entries, 0))]
 
     # ---- Models
-
-    @staticmethod
-    def known() -> list[tuple[dist.ProcessGroup, CollectiveLog]]:
-        """Every process group that has an order."""
-        return all_kept(CollectiveLog)
 
     def has_others_in_backward(self, root: OrderedRoot) -> bool:
         """Whether a root other than ``root`` has a backward that is running or still to come."""
@@ -314,16 +298,11 @@ def first_difference_of_entries(ours: str, theirs: str) -> tuple[int, str, str] 
     both = [dict(enumerate(text.split("\n"))) for text in (ours, theirs)]
     for position in range(max(map(len, both))):
         (a_entry, _, a), (b_entry, _, b) = (entries.get(position, "\tnothing").partition("\t") for entries in both)
-        if a_entry != b_entry:
-            return position, *_name_models(a, b)
+        if a_entry != b_entry:  # with the models, if these differ
+            has_several = len({line.partition("\t")[2] for line in (a, b)} - {""}) > 1
+            a, b = (line.replace("\t", " of ") if has_several else line.partition("\t")[0] for line in (a, b))
+            return position, a, b
     return None
-
-
-def _name_models(a: str, b: str) -> tuple[str, str]:
-    """The meanings of two lines of entries, with the models if these differ."""
-    has_several = len({line.partition("\t")[2] for line in (a, b)} - {""}) > 1
-    named = [line.replace("\t", " of ") if has_several else line.partition("\t")[0] for line in (a, b)]
-    return named[0], named[1]
 
 
 def _shape_of(state: Group) -> list[tuple[list[str], int]]:

@@ -66,7 +66,7 @@ _Method = Callable[..., Any]
 
 
 class _Use(Protocol):
-    """The part of a ``HookedUse`` that is reported."""
+    """What is reported of a ``HookedUse``."""
 
     @property
     def state(self) -> Group: ...

@@ -38,11 +38,10 @@ class GroupUse(Protocol):
         has_check: whether ``check`` does anything.
     """
 
-    @property
-    def outer(self) -> HookedUse | None: ...
+    has_check: bool
 
     @property
-    def has_check(self) -> bool: ...
+    def outer(self) -> HookedUse | None: ...
 
     def abandon(self) -> None:
         """Called instead of ``hook_outputs`` if forward ended in an exception."""
@@ -123,7 +122,7 @@ class TreePosition:
         index: its position in the root's order.
         is_outermost: its module is a root, which begins iterations.
         reshards_after_forward: the option's value below this root (the default depends on ``is_outermost``).
-        reshards_partially: a part of the parameters stays gathered when the group is resharded.
+        reshards_partially: a post-forward shard stays when the group is resharded.
         stays_after_backward: the group is not resharded after a backward.
     """
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from ..._torch import data_parallelism_of_torch
 from ...errors import RanksDifferError
 from ..comm import kept_for, known_for, meet
-from ..flat import FLAT_ATTRIBUTE, SHARDED_PARAM_ATTRIBUTE, segment_owners, sharded_param_owners
+from ..flat import ParamAttribute, segment_owners, sharded_param_owners
 from ..ragged import OWNER_ATTRIBUTE
 from .hook_decorators import never_traced
 from .iteration import StepCounts
@@ -30,12 +30,10 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def before_every_step(hook: Callable[[Optimizer], None]) -> None:
-    """From now on call ``hook`` with each optimizer that is about to step."""
     register_optimizer_step_pre_hook(_for_ours(hook))
 
 
 def after_every_step(hook: Callable[[Optimizer], None]) -> None:
-    """From now on call ``hook`` with each optimizer that has stepped."""
     register_optimizer_step_post_hook(_for_ours(hook))
 
 
@@ -56,7 +54,7 @@ def _has_ours(optimizer: Optimizer) -> bool:
     """Whether a parameter is sharded, a flat view, or replaced by a sharded one. Dynamo traces and guards this."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if hasattr(param, OWNER_ATTRIBUTE) or hasattr(param, FLAT_ATTRIBUTE):
+            if hasattr(param, OWNER_ATTRIBUTE) or hasattr(param, ParamAttribute.FLAT):
                 return True
     return False
 
@@ -120,8 +118,15 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
     """Warn, at the first step of ``optimizer``, if some of its parameters belong to groups and others to none. What no
     group and nothing else reduces drifts apart; usually ``fully_shard(model)`` was forgotten after its blocks."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    stray = {id(param): param for param in params if not _is_managed(param)}
-    names = dict.fromkeys(stray.keys() - _ids_of_ignored(), "") if stray else {}
+    params = [param for param in params if ParamAttribute.SHARDED not in param.__dict__]
+    managed = sharded_param_owners.keys() | segment_owners.keys()
+    stray = {id(param): param for param in params if id(param) not in managed}
+    if not stray:
+        return
+    handles = [reference() for reference in {owner[0] for owner in sharded_param_owners.values()}]
+    states = {state_of(handle) for handle in handles if handle is not None}
+    ignored = {id(param) for state in states if state is not None for param in state.ignored}
+    names = dict.fromkeys(stray.keys() - ignored, "")
     if not names:
         return
     # Nothing leads from a parameter to the modules that have it, so this searches all objects of the process: 0.4 s for
@@ -147,26 +152,9 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
         )
 
 
-def _ids_of_ignored() -> set[int]:
-    """The ids of parameters that the user reduces (ignored_params)."""
-    handles = [reference() for reference in {owner[0] for owner in sharded_param_owners.values()}]
-    states = {state_of(handle) for handle in handles if handle is not None}
-    return {id(param) for state in states if state is not None for param in state.ignored}
-
-
-def _is_managed(param: torch.Tensor) -> bool:
-    is_replaced = SHARDED_PARAM_ATTRIBUTE in param.__dict__
-    return is_replaced or id(param) in sharded_param_owners or id(param) in segment_owners
-
-
 def num_steps(root: Root) -> int | None:
     """The number of steps so far; ``None`` if this rank has nothing to train, and so may have no optimizer."""
     return root.steps.total if root.steps is not None and holds_elements(root) else None
-
-
-def restart_counts(root: Root) -> None:
-    """Count from zero."""
-    root.steps = StepCounts()
 
 
 def steps_to_compare(root: Root) -> int | None:

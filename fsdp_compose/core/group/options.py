@@ -24,32 +24,17 @@ Modules = tuple["weakref.ref[nn.Module]", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OptionsForGood:
-    """The options that ``fully_shard`` sets once, for as long as the group lives.
+class GroupOptions:
+    """The options of one group. ``fully_shard`` sets those up to ``limit_unsharded_bytes`` once, for good.
 
     Attributes:
         mp_policy, granularity, offload: see ``fully_shard``.
         bucket_bytes: bucket size of a replicated group, see ``replicate``; ``None``: the group is sharded.
         is_optional: each rank may run the group or skip it.
         limit_unsharded_bytes: of a root: bytes that its groups may hold for communication; a string: in groups.
-    """
-
-    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    granularity: Granularity | None = None
-    offload: CPUOffloadPolicy | None = None
-    bucket_bytes: int | None = None
-    is_optional: bool = False
-    limit_unsharded_bytes: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOptions(OptionsForGood):
-    """The options of one group.
-
-    Attributes:
         reshard_after_forward: see ``fully_shard``. ``None``: yes, unless the group is a root. A number: the parameters
             stay sharded over this many ranks.
-        reshard_after_backward: see ``set_reshard_after_backward``. A number: parts stay until a step.
+        reshard_after_backward: see ``set_reshard_after_backward``. A number: post-forward shards stay until a step.
         requires_gradient_sync: whether backward reduces (``no_sync`` turns it off).
         requires_all_reduce: whether a backward that reduces also averages over replicas.
         gathers_in_backward: whether backward needs the parameters, and gathers them.
@@ -63,6 +48,12 @@ class GroupOptions(OptionsForGood):
             next in the last iteration.
     """
 
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    granularity: Granularity | None = None
+    offload: CPUOffloadPolicy | None = None
+    bucket_bytes: int | None = None
+    is_optional: bool = False
+    limit_unsharded_bytes: int | str | None = None
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool | int = True
     requires_gradient_sync: bool = True
@@ -87,12 +78,12 @@ class GroupOptions(OptionsForGood):
         return bool(wanted) and not self.is_held
 
     @property
-    def part_size(self) -> int | None:
-        """How many ranks share the parameters between forward and backward; ``None`` if no parts stay."""
+    def post_forward_size(self) -> int | None:
+        """How many ranks share the parameters between forward and backward; ``None`` without that option."""
         return self.reshard_after_forward if _is_number(self.reshard_after_forward) else None
 
     def reshards_partially(self) -> bool:
-        """Whether a part of the parameters stays when they are freed between a forward and its backward."""
+        """Whether a post-forward shard stays when the parameters are freed between a forward and its backward."""
         return _is_number(self.reshard_after_forward) or self.reshards_partially_until_step()
 
     def reshards_partially_until_step(self) -> bool:
@@ -146,13 +137,13 @@ def _is_number(option: bool | int | None) -> bool:
 # ---- Strategies of data parallelism as rows of one table, and the options that a row translates into
 #
 # For each dimension of the mesh, a row says how parameters, gradients and optimizer state are kept between uses:
-# *replicated* (all of it on every rank) or *sharded* (a part on each rank). The rest follows:
+# *replicated* (all of it on every rank) or *sharded* (a shard on each rank). The rest follows:
 #
 # - The optimizer trains shards over the dimensions that shard its state, as with ``fully_shard`` on these dimensions.
 #   Over the other dimensions, a second stage of the reduction averages gradients.
 # - Parameters that are kept like the optimizer state are gathered for each use. Parameters that are kept whole are
-#   gathered after a step and stay until the next one. Of parameters that are sharded over fewer dimensions, parts stay
-#   (``fully_shard(reshard_after_forward=int)``).
+#   gathered after a step and stay until the next one. Of parameters that are sharded over fewer dimensions,
+#   post-forward shards stay (``fully_shard(reshard_after_forward=int)``).
 # - If gradients are kept whole and optimizer state is not, the backwards of accumulation run inside ``no_sync``.
 #
 # ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Hybrid
@@ -206,6 +197,11 @@ class Strategy:
             raise MisuseError(f"{self}: gradients must be kept like the optimizer state, or whole")
 
     @property
+    def gathers_all(self) -> bool:
+        """Whether every rank keeps all parameters between uses."""
+        return S not in self.parameters
+
+    @property
     def num_dims(self) -> int:
         """How many dimensions the mesh has."""
         return len(self.optimizer)
@@ -225,6 +221,11 @@ class Strategy:
     def is_replicated(self) -> bool:
         """Whether every rank keeps everything."""
         return S not in self.optimizer
+
+    @staticmethod
+    def num_copies(kept: Dims, sizes: Sequence[int]) -> int:
+        """How many ranks of a mesh of ``sizes`` have the same of what is kept like this."""
+        return math.prod(size for size, item in zip(sizes, kept, strict=True) if item is R)
 
     @property
     def flattens(self) -> bool:

@@ -373,7 +373,7 @@ def guard_state_dict(module: nn.Module, fqn: str) -> None:
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """With ``assign=True``, let sharded parameters take over the values that would replace them, in their slots."""
     fqn, sharded_params = module.__dict__[_OWN]
-    if _runs_elsewhere(module):
+    if any([owner.is_busy and owner.is_of_another_thread for owner in _owners(module)]):
         raise MisuseRuntimeError(
             f"load_state_dict() of {fqn or type(module).__name__} was called on one thread while another thread "
             "runs a forward or backward of the model, which would go on with a mixture of old and new parameters: "
@@ -459,11 +459,6 @@ def _refuse_own_save(module: nn.Module) -> None:
 def _is_of_another_thread(module: nn.Module) -> bool:
     """Whether the forwards of ``module`` run on another thread than this one."""
     return any([owner.is_of_another_thread for owner in _owners(module)])
-
-
-def _runs_elsewhere(module: nn.Module) -> bool:
-    """Whether a forward or backward of the model is running, on another thread."""
-    return any([owner.is_busy and owner.is_of_another_thread for owner in _owners(module)])
 
 
 def _owners(module: nn.Module) -> list[Owner]:

@@ -13,9 +13,9 @@ from typing import cast
 import torch
 import torch.nn as nn
 
-from ..._torch import STATE_KEY, add_composable_state, composable_registry, composable_states
+from ..._torch import STATE_KEY, composable_registry, composable_states
 from ...errors import MisuseError
-from ..flat import SHARDED_PARAM_ATTRIBUTE, FlatParamHandle, ManagedParameter, handle_of, owner_of
+from ..flat import FlatParamHandle, ManagedParameter, ParamAttribute, handle_of, owner_of
 from .options import GroupOptions
 from .parameter_swap import ParameterSwap
 from .state import Root, _FSDPState, state_of
@@ -26,11 +26,6 @@ def fully_shard() -> None:
 
 
 API_KEY = fully_shard
-
-
-def register_state(modules: Sequence[nn.Module], state: _FSDPState) -> None:
-    """Register one state on ``modules``, none of which has one or is inside another."""
-    add_composable_state(modules, API_KEY, state)
 
 
 def get_state(module: nn.Module) -> _FSDPState | None:
@@ -51,25 +46,14 @@ def is_compatible(module: nn.Module) -> bool:
     return "replicate" not in composable_registry(module)
 
 
-def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[_FSDPState], list[nn.Module]]:
-    """The states in the tree under ``module`` and the module of each.
-
-    The order is depth first, as in ``module.modules()``. Each state and module comes once, however often it is shared.
-    Modules that an incompatible API (torch's ``replicate``) manages are skipped with everything below them.
-    """
-    states: list[_FSDPState] = []
-    modules: list[nn.Module] = []
-    for submodule in _walk(module, stop_at_incompatible=True):
-        state = get_state(submodule)
-        if state is not None and state not in states:
-            states.append(state)
-            modules.append(submodule)
-    return states, modules
-
-
 def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
-    """The states in the tree under ``module``; see ``_get_fsdp_states_with_modules``."""
-    return _get_fsdp_states_with_modules(module)[0]
+    """The states in the tree under ``module``.
+
+    The order is depth first, as in ``module.modules()``. Each state comes once, however often it is shared. Modules
+    that an incompatible API (torch's ``replicate``) manages are skipped with everything below them.
+    """
+    found = map(get_state, _walk(module, stop_at_incompatible=True))
+    return [*dict.fromkeys(state for state in found if state is not None)]
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
@@ -166,8 +150,8 @@ def roots_together(module: nn.Module) -> list[RootModule]:
     found = [RootModule(module, states_to_run(module))]
     for root in found:  # grows
         for context in contexts_of(root.states):
-            for part in context.parts:
-                owner = part[0]()
+            for states in context.by_root_module:
+                owner = states[0]()
                 if owner is not None and all(owner is not other.state for other in found):
                     found += [RootModule(item, states_to_run(item)) for item in owner.live_modules()[:1]]
     outermost = [
@@ -228,19 +212,19 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
             if param is None or param in ignored:
                 continue
             fqn = f"{name}.{local_name}" if name else local_name
-            if SHARDED_PARAM_ATTRIBUTE in param.__dict__:
+            if ParamAttribute.SHARDED in param.__dict__:
                 continue  # a tie: see ties_with_other_groups
-            owner = handle_of(param)
-            if owner is not None and _stands_below(module, owner[0]):
+            place = handle_of(param)
+            state = None if place is None else state_of(place[0])
+            if state is not None and module in group_modules(state.live_modules()):
                 group, owner_fqn = owner_of(param) or ("?", "?")
                 raise MisuseError(
                     f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner_fqn} "
                     f"of the sharded {group}. A parameter can be in one group only: shard inner modules before outer "
                     "ones"
                 )
-            if owner is not None:
-                continue
-            found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
+            if place is None:
+                found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
     return list(found.values())
 
 
@@ -250,7 +234,7 @@ def unsharded_tensors(
     """The buffers of some modules, and their parameters that are neither in ``managed`` nor already sharded."""
     for module, prefix in fqns.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            is_sharded = tensor is None or SHARDED_PARAM_ATTRIBUTE in tensor.__dict__ or handle_of(tensor) is not None
+            is_sharded = tensor is None or ParamAttribute.SHARDED in tensor.__dict__ or handle_of(tensor) is not None
             if tensor is not None and not is_sharded and tensor not in managed:
                 yield (f"{prefix}.{name}" if prefix else name), tensor
 
@@ -260,17 +244,11 @@ def ties_with_other_groups(
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Slots of parameters that an earlier call has sharded elsewhere (tied weights), with the sharded one for each."""
     return [
-        (module, name, param.__dict__[SHARDED_PARAM_ATTRIBUTE])
+        (module, name, param.__dict__[ParamAttribute.SHARDED])
         for module in fqns
         for name, param in module._parameters.items()
-        if param is not None and param not in ignored and SHARDED_PARAM_ATTRIBUTE in param.__dict__
+        if param is not None and param not in ignored and ParamAttribute.SHARDED in param.__dict__
     ]
-
-
-def _stands_below(module: nn.Module, handle: FlatParamHandle) -> bool:
-    """Whether the group of ``handle`` manages ``module`` itself."""
-    state = state_of(handle)
-    return state is not None and module in group_modules(state.live_modules())
 
 
 def prepare_swap(state: _FSDPState) -> None:
@@ -304,22 +282,18 @@ _FIRST_BUCKET_BYTES = 1 << 20  # small, so that its reduction starts early in ba
 
 def partition(managed: Sequence[ManagedParameter], options: GroupOptions) -> list[list[ManagedParameter]]:
     """The parameters of each flat parameter, in the order in which their gradients are reduced."""
-    kinds = by_kind(managed)
+    # One for each (dtype, requires_grad, kind, mesh), in the order of their first parameters.
+    by_kind: dict[tuple[object, ...], list[ManagedParameter]] = {}
+    for item in managed:
+        key = item.parameter.dtype, item.parameter.requires_grad, item.kind, id(item.mesh)
+        by_kind.setdefault(key, []).append(item)
+    kinds = list(by_kind.values())
     if options.bucket_bytes is None:
         return kinds
     positions = {item.fqn: i for i, item in enumerate(managed)}
     buckets = [bucket for kind in kinds for bucket in _buckets(kind, options.bucket_bytes)]
     # Backward reaches the last parameters first: a bucket is complete when its first parameter has its gradient.
     return sorted(buckets, key=lambda bucket: -positions[bucket[0].fqn])
-
-
-def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """One list for each (dtype, requires_grad, kind, mesh), in the order of their first parameters."""
-    kinds: dict[tuple[object, ...], list[ManagedParameter]] = {}
-    for item in managed:
-        key = item.parameter.dtype, item.parameter.requires_grad, item.kind, id(item.mesh)
-        kinds.setdefault(key, []).append(item)
-    return list(kinds.values())
 
 
 def _buckets(kind: Sequence[ManagedParameter], bucket_bytes: int) -> list[list[ManagedParameter]]:

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..._torch import PlainAttributes, is_wrapper, local_tensor, notice_optimizers, set_leaf_hooks
 from ...errors import MisuseError, MisuseRuntimeError
-from ..flat import SHARDED_PARAM_ATTRIBUTE, handle_of, owner_of, refuse_unreduced, waiting
+from ..flat import ParamAttribute, handle_of, owner_of, refuse_unreduced, waiting
 from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged, map_instances, shard_inner
 from .optimizer_steps import before_every_step
 from .state import state_of
@@ -78,7 +78,7 @@ def remember_sharded_param(original: nn.Parameter, sharded: nn.Parameter) -> Non
     if _generation == 0:
         before_every_step(_before_step)
     _generation += 1
-    original.__dict__[SHARDED_PARAM_ATTRIBUTE] = sharded
+    original.__dict__[ParamAttribute.SHARDED] = sharded
     _replaced.append(weakref.ref(original))
 
 
@@ -93,16 +93,10 @@ def _before_step(optimizer: Optimizer) -> None:
     for param_group in optimizer.param_groups:
         with PlainAttributes():
             has_plain = torch.Tensor in [*map(type, map(_grad, param_group["params"]))]
-        if has_plain:
-            _shard_plain_gradients(param_group["params"])
-
-
-def _shard_plain_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Shard plain gradients that the user assigned to sharded parameters; they are assumed equal on all ranks."""
-    for param in params:
-        grad = param.grad
-        if isinstance(param, RaggedDTensor) and type(grad) is torch.Tensor:
-            param.grad = distribute_ragged(grad, param.device_mesh, param.placements, src_data_rank=None)
+        # Those that the user has assigned to sharded parameters are taken to be equal on all ranks.
+        for param in param_group["params"] if has_plain else ():
+            if isinstance(param, RaggedDTensor) and type(param.grad) is torch.Tensor:
+                param.grad = distribute_ragged(param.grad, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def rebind_live_optimizers() -> None:
@@ -142,14 +136,17 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
         if isinstance(value, torch.Tensor) and value.dim() == 0 and param.dim() > 0
     } | {"step"}
     sharded_params: dict[torch.Tensor, nn.Parameter] = {}
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[torch.Tensor, dict[str, Any]] = {}
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
-            sharded = param.__dict__.get(SHARDED_PARAM_ATTRIBUTE)
+            sharded = param.__dict__.get(ParamAttribute.SHARDED)
             if sharded is not None:
                 sharded_params[param] = sharded
                 if param in optimizer.state:
-                    states[sharded] = _sharded_state(optimizer, param, sharded, counters)
+                    states[sharded] = {
+                        key: value if key in counters else _sharded(optimizer, param, sharded, key, value)
+                        for key, value in optimizer.state[param].items()
+                    }
     for param_group in optimizer.param_groups:
         # In place, because some optimizers keep a reference to the list.
         param_group["params"][:] = [sharded_params.get(param, param) for param in param_group["params"]]
@@ -157,16 +154,6 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
         optimizer.state.pop(param, None)
         if sharded in states:
             optimizer.state[sharded] = states[sharded]
-
-
-def _sharded_state(
-    optimizer: Optimizer, param: torch.Tensor, sharded: nn.Parameter, counters: set[str]
-) -> dict[str, Any]:
-    assert isinstance(sharded, RaggedDTensor)
-    return {
-        key: value if key in counters else _sharded(optimizer, param, sharded, key, value)
-        for key, value in optimizer.state[param].items()
-    }
 
 
 def _sharded(optimizer: Optimizer, param: torch.Tensor, sharded: RaggedDTensor, key: str, value: Any) -> Any:
@@ -229,7 +216,7 @@ class ParameterProxy(nn.Parameter):
         """A proxy for the copy of the sharded parameter."""
         twin: nn.Parameter | None = memo.get(id(self))
         if twin is None:
-            sharded = copy.deepcopy(self.__dict__[SHARDED_PARAM_ATTRIBUTE], memo)
+            sharded = copy.deepcopy(self.__dict__[ParamAttribute.SHARDED], memo)
             nothing = _nothing(sharded.dtype, sharded.device).expand(sharded.shape)
             twin = nn.Parameter(nothing, sharded.requires_grad)
             twin.__dict__.update({key: value for key, value in self.__dict__.items() if key not in twin.__dict__})
@@ -238,7 +225,7 @@ class ParameterProxy(nn.Parameter):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__dict__[SHARDED_PARAM_ATTRIBUTE].__reduce_ex__(protocol)
+        return self.__dict__[ParamAttribute.SHARDED].__reduce_ex__(protocol)
 
 
 def make_proxies(replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
@@ -278,7 +265,7 @@ def _refuse_of(original: nn.Parameter) -> Any:
 
 def _shown(replaced: nn.Parameter) -> torch.Tensor:
     """The tensor that the group's modules show instead of a replaced parameter."""
-    sharded: torch.Tensor = replaced.__dict__[SHARDED_PARAM_ATTRIBUTE]
+    sharded: torch.Tensor = replaced.__dict__[ParamAttribute.SHARDED]
     place = handle_of(sharded)
     state = state_of(place[0]) if place is not None else None
     if place is None or state is None or not state.swap or not state.swap.num_shows:

@@ -3,7 +3,7 @@
 At ``fully_shard`` every rank still has whole parameters and keeps a few elements of each. The first forward compares
 these samples within each shard group, and then forgets them. (``lazy_init`` compares replicas, element by element.)
 
-``load_state_dict()`` of whole tensors writes each rank's own part of them, without communication. So it is a start too:
+``load_state_dict()`` of whole tensors writes each rank's shard of them, without communication. So it is a start too:
 the same few elements of what it is given are compared, at the first forward, or, if that is over, in the next exchange.
 """
 
@@ -60,17 +60,17 @@ def sample_start(managed: Sequence[ManagedParameter], handle: FlatParamHandle) -
         return
     if handle.kind.codec.is_composite:
         return
-    parts: list[torch.Tensor] = []
+    samples: list[torch.Tensor] = []
     sizes: list[int] = []
     with torch.no_grad():
         for item in managed:
-            before = len(parts)
-            # The ranks of a DTensor hold different parts of it.
+            before = len(samples)
+            # The ranks of a DTensor hold different shards of it.
             if not isinstance(item.parameter, DTensor):
-                parts += _some(plain_tensor(item.parameter).detach().reshape(-1))
-            sizes.append(sum([part.numel() for part in parts[before:]]))
-        if parts:
-            sample = _Sample(torch.cat(parts), sizes, shard._version)
+                samples += _some(plain_tensor(item.parameter).detach().reshape(-1))
+            sizes.append(sum([elements.numel() for elements in samples[before:]]))
+        if samples:
+            sample = _Sample(torch.cat(samples), sizes, shard._version)
             kept_for(handle, _Sample, lambda: sample)
 
 

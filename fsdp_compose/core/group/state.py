@@ -239,6 +239,19 @@ class _FSDPState(ComposableState):
                     "tensor that a loss needs from forward, or keep it as an attribute of the module"
                 )
 
+    @property
+    def sleeping_error(self) -> str:
+        """What a use of the parameters raises while ``offload_model()`` keeps them in host memory."""
+        return (
+            f"the parameters of the fully_shard group {self.name} have been in host memory since offload_model(): call "
+            "onload_model(model) before using them"
+        )
+
+    def refuse_sleeping(self) -> None:
+        """Raise if ``offload_model()`` has moved the parameters to host memory."""
+        if self.persistent.is_asleep:
+            raise MisuseRuntimeError(self.sleeping_error)
+
     def call_parameters(self, names: Names) -> None:
         """Set the names of the group's parameters in the root, for messages."""
         self.swap.called = names
@@ -294,7 +307,6 @@ class _FSDPState(ComposableState):
         return [module for ref in self.modules if (module := ref()) is not None]
 
     def set_flat_params(self, handles: list[FlatParamHandle]) -> None:
-        """Make ``handles`` the group's flat parameters."""
         self._handles = handles
         for handle in handles:
             handle.owner = weakref.ref(self)
@@ -393,11 +405,8 @@ class Scheduler(Protocol):
         is_capturable: graphs may contain the groups, whose gathers the compiler then places.
     """
 
-    @property
-    def skips(self) -> bool: ...
-
-    @property
-    def is_capturable(self) -> bool: ...
+    skips: bool
+    is_capturable: bool
 
     def reset(self) -> None:
         """Forget the iteration that was going on."""
@@ -464,7 +473,7 @@ class Root:
 
     Attributes:
         states: every group of the root, by index; the root's own is first.
-        parts: the same groups, by root module: roots that share groups have one ``Root`` (see ``registry``).
+        by_root_module: the same groups, by root module: roots that share groups have one ``Root`` (see ``registry``).
         communicator: streams and reduce buffers.
         exchange: the control exchange at the end of backward.
         used_starts: where the parameters of each handle begin in the exchange's ``used``.
@@ -486,14 +495,14 @@ class Root:
     """
 
     __slots__ = (
-        "__weakref__", "backward", "communicator", "compared_graphs", "exchange", "failed_backward", "forward",
-        "forward_exchange", "gather_parameter", "generation", "num_forwards", "number", "order", "parts", "recomputed",
-        "records", "scheduler", "states", "steps", "used_starts",
+        "__weakref__", "backward", "by_root_module", "communicator", "compared_graphs", "exchange", "failed_backward",
+        "forward", "forward_exchange", "gather_parameter", "generation", "num_forwards", "number", "order",
+        "recomputed", "records", "scheduler", "states", "steps", "used_starts",
     )  # fmt: skip
 
     def __init__(
         self,
-        parts: list[list[_FSDPState]],
+        by_root_module: list[list[_FSDPState]],
         communicator: Communicator,
         exchanges: tuple[ControlExchange, ControlExchange],
         generation: int,
@@ -503,9 +512,9 @@ class Root:
         scheduler: Scheduler,
         gather_parameter: Callable[[Root, _FSDPState, FlatParamHandle, int], torch.Tensor],
     ) -> None:
-        states = dict.fromkeys(state for part in parts for state in part)
+        states = dict.fromkeys(state for below in by_root_module for state in below)
         self.states = [weakref.ref(state) for state in states]
-        self.parts = [[weakref.ref(state) for state in part] for part in parts]
+        self.by_root_module = [[weakref.ref(state) for state in below] for below in by_root_module]
         self.communicator = communicator
         self.exchange, self.forward_exchange = exchanges
         self.scheduler = scheduler
@@ -554,7 +563,6 @@ class Root:
         return self.backward
 
     def end_backward(self) -> Backward:
-        """End the running backward, and return it."""
         assert self.backward is not None
         backward, self.backward = self.backward, None
         self.recomputed.clear()
@@ -565,9 +573,8 @@ class Root:
         """Note that ``backward`` has ended in an exception and its remains must be discarded."""
         if self.backward is backward:
             self.backward = None
-        if self.failed_backward is not None:
-            if self.failed_backward.has_added:
-                backward.has_added = True
+        if self.failed_backward is not None and self.failed_backward.has_added:
+            backward.has_added = True
         self.failed_backward = backward
 
     def has_one_group(self) -> bool:
@@ -594,10 +601,10 @@ class Root:
         """The ``ChangeDetector`` of all groups; ``None`` if the root module no longer exists."""
         # It is kept on the root's own state, not here: it refers to modules, which refer to their states, which refer
         # to this root, and the cycle would keep the model alive.
-        if len(self.parts) == 1:
+        if len(self.by_root_module) == 1:
             owner = self.states[0]()
             return None if owner is None else owner.detector
-        owners = [part[0]() for part in self.parts]
+        owners = [states[0]() for states in self.by_root_module]
         detectors = [owner.detector for owner in owners if owner is not None and owner.detector is not None]
         return _Detectors(detectors) if detectors else None
 

@@ -19,7 +19,7 @@ yet. It joins the innermost group around the modules that use it, at the next fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
@@ -172,24 +172,22 @@ def apply_moves(moves: Iterable[Move]) -> None:
     # The old handles keep the sharded parameters' gradient hooks alive until the targets have them.
     before = [donor._handles for donor in donors]
     for donor in donors:  # all of them first: two groups may have exchanged parameters
-        _plan_anew(donor, [sharded for sharded in _sharded_params_of(donor) if sharded not in moved])
+        _plan_anew(donor, leaving=moved)
     for move in moves:
         arriving = [sharded for sharded in move.sharded_params if sharded not in move.untied]
         if arriving:
-            _plan_anew(move.target, [*_sharded_params_of(move.target), *arriving])
+            _plan_anew(move.target, arriving=arriving)
         if move.untied:
-            _add(move.target, move.untied)
+            # In flat parameters of their own, so the others, and the optimizer state for them, stay as they are.
+            _set_handles(move.target, move.target._handles, move.untied)
     del before
 
 
-def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> None:
-    _set_handles(state, [], {sharded: _kind_in(state, sharded) for sharded in sharded_params})
-
-
-def _add(state: _FSDPState, kinds: dict[nn.Parameter, ParameterKind]) -> None:
-    """Add parameters to a group, in flat parameters of their own."""
-    # So the others, and the optimizer state for them, stay as they are.
-    _set_handles(state, state._handles, kinds)
+def _plan_anew(
+    state: _FSDPState, leaving: Collection[nn.Parameter] = (), arriving: Sequence[nn.Parameter] = ()
+) -> None:
+    present = [sharded for handle in state._handles for sharded in handle.sharded_params if sharded not in leaving]
+    _set_handles(state, [], {sharded: _kind_in(state, sharded) for sharded in (*present, *arriving)})
 
 
 def _set_handles(
@@ -207,7 +205,7 @@ def _set_handles(
     ]
     options = state.options
     made = [
-        shard_again(part, part[0].mesh, options.granularity, options.offload) for part in partition(managed, options)
+        shard_again(items, items[0].mesh, options.granularity, options.offload) for items in partition(managed, options)
     ]
     state.set_flat_params([*present, *made])
     prepare_swap(state)
@@ -221,13 +219,9 @@ def _kind_in(state: _FSDPState, sharded: nn.Parameter) -> ParameterKind:
 
 
 def _mesh_in(state: _FSDPState, sharded: nn.Parameter) -> DataParallelMesh:
-    """The mesh that a parameter gets there: experts stay on that of the ranks that hold the same part of them."""
+    """The mesh that a parameter gets there: experts stay on that of the ranks that hold the same shard of them."""
     place = handle_of(sharded)
     return place[0].mesh if place is not None and place[0].mesh.ranks() < state.mesh.ranks() else state.mesh
-
-
-def _sharded_params_of(state: _FSDPState) -> list[nn.Parameter]:
-    return [sharded for handle in state._handles for sharded in handle.sharded_params]
 
 
 def _group_of(sharded: nn.Parameter) -> _FSDPState | None:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from ..._arguments import checked
 from ...errors import MisuseError
 from ..flat import Granule, handle_of, handle_of_segment, local_of
-from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, RunLengths
+from ..ragged import RaggedDTensor, RaggedShard, RunLengths
 
 declared: dict[type[Optimizer], int] = {}
 """The classes that were declared block-wise, with their block sizes."""
@@ -69,7 +69,7 @@ def zeros_per_block(param: torch.Tensor, block: int = 256, dtype: torch.dtype = 
         per_rank = spec.ragged.counts.times(spec.ragged.unit_numel(tuple(spec.inner_shape)))
         blocks = RunLengths([(num_blocks(count, block), num_ranks) for count, num_ranks in per_rank.pieces])
         placements = param._spec.with_ragged(RaggedShard(blocks))
-        return RaggedDTensor(local, RaggedSpec.make(param.device_mesh, placements, (blocks.total,), dtype))
+        return RaggedDTensor._from_elements(local, param.device_mesh, placements, (blocks.total,))
     # A whole flat view has equally many elements on each rank.
     sizes = zip(param.placements, param.device_mesh.shape, strict=True)
     numel = local.numel() * prod([size for placement, size in sizes if placement.is_shard()])

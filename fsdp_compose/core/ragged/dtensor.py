@@ -73,6 +73,14 @@ class RaggedDTensor(OwnedDTensor):
         """Does nothing: ``__new__`` has done everything."""
 
     @staticmethod
+    def _from_elements(
+        local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+    ) -> RaggedDTensor:
+        """Like ``from_local``, of elements in any shape, which are as many as the placements say."""
+        spec = RaggedSpec.make(mesh, placements, shape, local.dtype)
+        return RaggedDTensor(local.reshape(spec.local_shape), spec)
+
+    @staticmethod
     def from_local(  # type: ignore[override]
         local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
     ) -> RaggedDTensor:

@@ -41,10 +41,10 @@ def unshard(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             note_all_gather(root, state, handle)
-            if handle.unsharded.part is None:
+            if handle.unsharded.post_forward is None:
                 root.communicator.unshard(handle)
             else:
-                _unshard_with_parts(root, state, handle)
+                _unshard_from_post_forward(root, state, handle)
 
 
 def unshard_again(root: Root, state: _FSDPState) -> None:
@@ -54,18 +54,18 @@ def unshard_again(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             note_all_gather(root, state, handle)
-            part = handle.unsharded.part
-            if part is not None and part.is_kept:
-                root.communicator.unshard_parts(handle)
+            kept = handle.unsharded.post_forward
+            if kept is not None and kept.is_kept:
+                root.communicator.unshard_post_forward(handle)
             else:
                 root.communicator.unshard(handle)
 
 
-def _unshard_with_parts(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Gather a handle that may have kept parts, for a forward: from the parts, if no rank has written to a shard."""
-    part = handle.unsharded.part
-    if part is not None and part.is_kept and state.options.reshards_partially_until_step() and not is_stale(handle):
-        root.communicator.unshard_parts(handle)
+def _unshard_from_post_forward(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
+    """Gather a handle that may have kept a post-forward shard, for a forward: from that, if no rank has written."""
+    kept = handle.unsharded.post_forward
+    if kept is not None and kept.is_kept and state.options.reshards_partially_until_step() and not is_stale(handle):
+        root.communicator.unshard_post_forward(handle)
     else:
         root.communicator.unshard(handle)
 
@@ -76,10 +76,10 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             note_all_gather(root, state, handle)
-            if handle.unsharded.part is None:
+            if handle.unsharded.post_forward is None:
                 root.communicator.unshard(handle)
             else:
-                _unshard_with_parts(root, state, handle)
+                _unshard_from_post_forward(root, state, handle)
         elif (handle.shard._version != handle.unsharded.gathered[0] or handle.segments) and is_stale(handle):
             note_all_gather(root, state, handle)
             root.communicator.refresh(handle)
@@ -95,26 +95,26 @@ def reshard(root: Root, state: _FSDPState) -> None:
 
 
 def reshard_until_backward(root: Root, state: _FSDPState) -> None:
-    """Like ``reshard``, between a forward and its backward, for a group that keeps parts."""
+    """Like ``reshard``, between a forward and its backward, for a group that keeps post-forward shards."""
     if state.swap.is_left and not state.progress.running_forwards:
         state.end_left()
     for handle in state._handles:
         if handle.unsharded.is_allocated and not state.progress.running_forwards:
-            root.communicator.reshard_to_part(handle)
+            root.communicator.reshard_to_post_forward(handle)
 
 
-def _drop_parts(state: _FSDPState) -> None:
-    """Free the parts that were kept for a backward, unless the backward of an earlier forward is still to come or the
-    parts stay until a step."""
+def _drop_post_forward(state: _FSDPState) -> None:
+    """Free the shards that were kept for a backward, unless the backward of an earlier forward is still to come or they
+    stay until a step."""
     if not state.progress.awaiting_backward and not state.options.reshards_partially_until_step():
         for handle in state._handles:
-            handle.unsharded.drop_part()
+            handle.unsharded.drop_post_forward()
 
 
 def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
     """Take the gradients of a group, reshard it, and reduce them (without gradient sync: accumulate them). A group
-    stays unsharded if the backward runs inside a forward of it. ``with_frozen``: include flat parameters of which no
-    part requires grad."""
+    stays unsharded if the backward runs inside a forward of it. ``with_frozen``: include flat parameters that do
+    not require grad."""
     backward, progress, options = root.backward, state.backward, state.options
     assert backward is not None
     if backward.shown and state.swap in backward.shown:
@@ -127,8 +127,8 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
         handles = handles[progress.num_early :]
     progress.is_reduced = True
     state.persistent.has_unsynced = not (is_synced and averages)
-    if state.mesh.part_transport is not None:
-        _drop_parts(state)
+    if state.mesh.post_forward_transport is not None:
+        _drop_post_forward(state)
     for handle in handles:
         pending = handle.pending_gradients
         if pending.is_trainable or with_frozen or (is_synced and pending.accumulation is not None):

@@ -58,7 +58,6 @@ from ..group import (
     modules_to_run,
     prepare_swap,
     rebind_live_optimizers,
-    refuse_sleeping,
     refuse_unwritten_buffers,
     roots_together,
     take_over_assigned,
@@ -184,21 +183,21 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
     """
     # Groups made by replicate() cannot differ: broadcast_first_replica() has just given all ranks the same values.
     compared = [state for state in states if state.options.bucket_bytes is None]
-    parts = [*_parts_with_replicas(compared)]
-    if not parts:
+    replicated = [*_with_replicas(compared)]
+    if not replicated:
         return
     sums: dict[str, list[list[int]]] = {}
-    for place, handle, ranges, _ in parts:
+    for place, handle, ranges, _ in replicated:
         sums.setdefault(place, []).extend(checksum(handle.shard[start:stop]) for start, stop in ranges)
     purpose = "first forward: comparing replicas"
     digests = [(place, _digest(found)) for place, found in sums.items()]
     difference = meet(mesh.peers, purpose, json.dumps(digests), _first_difference)
     if not difference:
         return
-    # One digest covers all parameters of a part. To name one, the ranks that differ compare this part by parameter.
+    # One digest covers all parameters at a place. To name one, the ranks that differ compare those by parameter.
     where, *differing = json.loads(difference)
     each = {}
-    for place, handle, _, indices in parts if mesh.rank in differing else ():
+    for place, handle, _, indices in replicated if mesh.rank in differing else ():
         views = handle.locals_of(handle.shard)
         for i in indices if place == where else ():
             each[handle.name_of(i)] = checksum(views[i])
@@ -240,8 +239,8 @@ def _buffers(state: _FSDPState) -> Iterator[torch.Tensor]:
                     buffer.copy_(memory)
 
 
-_Part = tuple[str, FlatParamHandle, list[tuple[int, int]], list[int]]
-"""Parameters with their parts on the same ranks: a name for this part (equal on exactly the ranks that must hold the
+_Replicated = tuple[str, FlatParamHandle, list[tuple[int, int]], list[int]]
+"""Parameters with their shards on the same ranks: a name for this place (equal on exactly the ranks that must hold the
 same elements), the handle, the ranges of the shard that they are in, and their indices."""
 
 
@@ -249,19 +248,19 @@ def _digest(numbers: object) -> str:
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:_DIGEST_LENGTH]
 
 
-def _parts_with_replicas(states: Sequence[_FSDPState]) -> Iterator[_Part]:
-    """The parts of all groups (the same on all ranks) that have replicas; names start with a number for their meshes:
+def _with_replicas(states: Sequence[_FSDPState]) -> Iterator[_Replicated]:
+    """The parameters of all groups (the same on all ranks) with replicas; names start with a number for their meshes:
     of two tensor-parallel meshes, dimensions may have one name and other sizes."""
     numbers: dict[tuple[DeviceMesh, DeviceMesh | None], int] = {}
     for state in states:
         for handle in state._handles:
-            for place, of, ranges, indices in _parts_of(handle):
+            for place, of, ranges, indices in _replicated_of(handle):
                 spec = of.tensor_parallel.specs[indices[0]] if of.tensor_parallel is not None else None
                 meshes = handle.mesh.mesh, spec.mesh if spec is not None else None
                 yield f"{numbers.setdefault(meshes, len(numbers))} {place}", of, ranges, indices
 
 
-def _parts_of(handle: FlatParamHandle) -> Iterator[_Part]:
+def _replicated_of(handle: FlatParamHandle) -> Iterator[_Replicated]:
     mesh, own = handle.mesh, handle.tensor_parallel
     if handle.shard.device.type == "meta":
         return
@@ -456,10 +455,10 @@ def take_over(root: Root, states: list[_FSDPState]) -> None:
 
 def detect_again(root: Root) -> None:
     """Replace the change detectors by new ones, which start from the present state."""
-    for part in root.parts:
-        owner = part[0]()
+    for states in root.by_root_module:
+        owner = states[0]()
         if owner is not None:
-            owner.detector = ChangeDetector([state for ref in part if (state := ref()) is not None])
+            owner.detector = ChangeDetector([state for ref in states if (state := ref()) is not None])
 
 
 def _refuse_meta(states: list[_FSDPState]) -> None:
@@ -538,11 +537,12 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     """
     roots = roots_together(module)
     names: dict[_FSDPState, str] = {}
-    for part in roots:
-        for item, name in part.groups:
+    for top in roots:
+        for item, name in top.groups:
             names.setdefault(item, name)
-    found, states, owners = list(names.items()), list(names), [part.state for part in roots]
-    refuse_sleeping(states)
+    found, states, owners = list(names.items()), list(names), [top.state for top in roots]
+    for item in states:
+        item.refuse_sleeping()
     are_optional = any(item.options.is_optional for item in states)
     if are_optional:
         from ...plugins.optional_groups import check_optional
@@ -559,21 +559,21 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
     if any(map(_has_ties, states)):
         from ..group import find_moves
 
-        for part in roots:
+        for top in roots:
             known = {sharded for move in moves for sharded in move.sharded_params}
-            moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
+            moves += [move for move in find_moves(top.module, top.states) if known.isdisjoint(move.sharded_params)]
     rebind_live_optimizers()
-    below = [submodule for part in roots for _, submodule in modules_to_run(part.module)]
+    below = [submodule for top in roots for _, submodule in modules_to_run(top.module)]
     replacements = find_replacements((item.swap for item in states), below)
     arriving = {param for move in moves for param in move.untied} | {item.given for item in replacements}
-    for part in roots:
-        _check_everything_is_managed(part.module, part.states, arriving)
-        refuse_unwritten_buffers(modules_to_run(part.module))
-        _refuse_shared_memory(part.module, part.groups, {item.given for item in replacements})
+    for top in roots:
+        _check_everything_is_managed(top.module, top.states, arriving)
+        refuse_unwritten_buffers(modules_to_run(top.module))
+        _refuse_shared_memory(top.module, top.groups, {item.given for item in replacements})
     mesh = mesh_of_root(found)
     for index, (item, name) in enumerate(found):
         item.set_position(name, index, is_outermost=item in owners)
-    _call_parameters(found, (part.module for part in roots))
+    _call_parameters(found, (top.module for top in roots))
     order = CollectiveLog.of(mesh.peers)
     # A rank that still requests an optional group of another model would wait for the ranks that meet below.
     if order.serve is not None:
@@ -592,7 +592,7 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
 
         apply_moves(moves)
     # Moves have made new flat parameters, whose parameters have no names in the root yet.
-    _call_parameters(found, (part.module for part in roots))
+    _call_parameters(found, (top.module for top in roots))
     handles = [handle for item in states for handle in item._handles]
     num_params = sum(len(item.fqns) for item in handles)
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
@@ -622,10 +622,10 @@ def initialize(state: _FSDPState, module: nn.Module) -> Root:
 
         look_after_standstill()
     advise(mesh, states)
-    parts = [part.states for part in roots]
+    grouped = [top.states for top in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
     root = Root(
-        parts, communicator, exchanges, tree.generation, order, number, num_forwards, scheduler, _gather_parameter
+        grouped, communicator, exchanges, tree.generation, order, number, num_forwards, scheduler, _gather_parameter
     )
     root.used_starts.update(starts)
     scheduler.attach_root(root)

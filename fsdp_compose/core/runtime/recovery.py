@@ -30,7 +30,7 @@ def recover(root: Root) -> None:
             root.communicator.wait(handle)
             handle.drop_iteration(is_tainted)
             handle.unsharded.forgive_write()
-            handle.unsharded.drop_part()
+            handle.unsharded.drop_post_forward()
             root.communicator.reshard(handle)
         _drop_captured(state)
         state.reset()
@@ -123,4 +123,4 @@ def _judge(payloads: list[str]) -> str:
             "an iteration was interrupted at different places on different ranks, and cannot be recovered: some "
             f"collectives have no partner ({listing} collectives). Restart the processes from a checkpoint"
         )
-    return " ".join(str(max(int(payload.split()[part]) for payload in payloads)) for part in (1, 2))
+    return " ".join(str(max(int(payload.split()[place]) for payload in payloads)) for place in (1, 2))

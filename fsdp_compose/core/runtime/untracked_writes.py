@@ -167,7 +167,7 @@ def _is_comparable(handle: FlatParamHandle) -> bool:
 
 def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
     """The parameters whose elements in this rank's slice of ``flat`` differ from those gathered from the shard."""
-    own = handle.layout.own_part(flat, handle.mesh.shard_rank)
+    own = handle.layout.own_shard(flat, handle.mesh.shard_rank)
     shard, storage, transport = handle.shard, handle.storage, handle.mesh.transport
     if transport.rounds:
         gathered = transport.as_gathered(storage.on_device(shard), own.dtype)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,7 +16,6 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..._nested import leaves_of
-from ..._torch import backend_name
 from ...errors import FSDPComposeError, MisuseRuntimeError, RanksDifferError, class_of, name_of, text_of
 from ..comm import first_difference, meet
 from .fqns import ModelNames
@@ -60,7 +60,7 @@ def group_of_values(values: Any) -> dist.ProcessGroup | None:
     """Return the ranks that must agree to move values into a model that belongs to this process alone: those of the
     values' mesh if that is a single one, else all ranks; ``None`` if no value is sharded."""
     leaves = [leaf for _, leaf in leaves_of(values) if isinstance(leaf, DTensor)]
-    if not leaves or any(backend_name(group) == "fake" for group in leaves[0].device_mesh.get_all_groups()):
+    if not leaves or any(dist.get_backend(group) == "fake" for group in leaves[0].device_mesh.get_all_groups()):
         return None
     groups = {leaf.device_mesh.get_group().group_name if leaf.device_mesh.ndim == 1 else "" for leaf in leaves}
     return leaves[0].device_mesh.get_group() if len(groups) == 1 and groups != {""} else dist.group.WORLD
@@ -82,7 +82,7 @@ class Peers:
 
     @classmethod
     def of(cls, names: ModelNames, call: str) -> Peers:
-        """Those that share a model."""
+        """The ranks that share the parameters of a model."""
         return cls(group_of(names), call)
 
     @property
@@ -158,15 +158,12 @@ class Peers:
         kind = name_of(problem) if isinstance(problem, Exception) else MisuseRuntimeError.__name__
         text = text_of(problem)
 
-        def explain(rank: int, ours: str, theirs: str) -> str:
-            return _explain(self.call, rank, json.loads(ours), json.loads(theirs))
-
         try:
             if self.several:
                 details = json.dumps([kind if text else "", text, *facts])
                 digest = hashlib.sha256(details.encode()).hexdigest()
                 where = f" (called at {_caller()})"
-                meet(self.several, self.call, digest, lambda _: "", details, explain, where=where)
+                meet(self.several, self.call, digest, lambda _: "", details, partial(_explain, self.call), where=where)
             if text:
                 raise class_of(kind)(f"{self.call}: {text}")
         except RuntimeError as error:
@@ -227,21 +224,19 @@ def _differences(brought: list[dict[str, str]]) -> str:
     )
 
 
-def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:
+def _explain(call: str, rank: int, told: str, told_there: str) -> str:
+    ours, theirs = json.loads(told), json.loads(told_there)
     for (kind, problem, *_), where in ((ours, ""), (theirs, f"on rank {rank}: ")):
         if problem:
             raise class_of(kind)(f"{call}: {where}{problem}")
     difference = first_difference(ours[2:], theirs[2:])
     assert difference is not None
-    _, a, b = difference
+    _, *facts = difference
+    a, b = ("nothing more" if fact is None else fact for fact in facts)
     return (
-        f"{call}: the ranks' arguments differ: rank 0 has {_or_nothing(a)}, but rank {rank} has {_or_nothing(b)}. "
+        f"{call}: the ranks' arguments differ: rank 0 has {a}, but rank {rank} has {b}. "
         "Nothing was changed. Call it with the same options and the same keys on every rank"
     )
-
-
-def _or_nothing(fact: str | None) -> str:
-    return "nothing more" if fact is None else fact
 
 
 def _caller() -> str:

@@ -4,13 +4,13 @@ All state dicts use these names. Nothing here communicates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from ..._torch import loads_as_torch_module, wrapped_child
+from ..._torch import loads_as_torch_module, non_persistent_buffers, wrapped_child
 from ...errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, handle_of
 from ..group import before_load, sharded_parameters
@@ -53,15 +53,14 @@ class ModelNames:
     def is_loadable(self, key: str) -> bool:
         """Whether ``load_state_dict()`` accepts a key of ``state_dict()``. True if that cannot be known: load hooks,
         and modules with their own loading, may accept any key."""
-        modules, end = [self.model], -1
-        while (end := key.find(".", end + 1)) >= 0:
-            child = modules[-1]._modules.get(key[:end].rpartition(".")[2])
+        modules, (*path, name) = [self.model], key.split(".")
+        for step in path:
+            child = modules[-1]._modules.get(step)
             if child is None:
                 break
             modules.append(child)
         if not all(loads_as_torch_module(module, before_load) for module in modules):
             return True
-        name = key.rpartition(".")[2]
         owner = modules[-1]
         return name in owner._parameters or name in owner._buffers or name == "_extra_state"
 
@@ -83,17 +82,52 @@ class ModelNames:
         tensor = self.parameters.get(fqn)
         return None if tensor is None else handle_of(tensor)
 
-    def slots(self, kind: str) -> Iterator[tuple[str, nn.Module, str]]:
+    def slots(self, kind: str, persistent: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield name, module and attribute of everything in the dicts that modules keep under ``kind``:
-        "_parameters" or "_buffers"."""
+        "_parameters" or "_buffers", all or the ``persistent`` ones."""
         for path, module in self.model.named_modules(remove_duplicate=False):
             for name in getattr(module, kind):
+                if persistent and name in non_persistent_buffers(module):
+                    continue
                 yield self.canonical(f"{path}.{name}" if path else name), module, name
 
     def handles(self) -> list[FlatParamHandle]:
         """Return every flat parameter of the model."""
         places = [handle_of(tensor) for tensor in self.parameters.values()]
         return list(dict.fromkeys(place[0] for place in places if place is not None))
+
+    def live_state(self) -> Mapping[str, Any]:
+        """Return ``model.state_dict()``.
+
+        Raises:
+            RuntimeError: on every rank, the first rank shows full parameters and the others sharded ones.
+        """
+        for handle in self.handles():
+            if handle.is_summoned_on_first_rank_only:
+                raise MisuseRuntimeError(
+                    f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
+                    "summon_full_params(rank0_only=True): call it outside of that context. (A full state dict on the "
+                    "first rank does not need the context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
+                )
+        state: Mapping[str, Any] = own_method(self.model, "state_dict")()
+        return state
+
+    def entries(self, live: Mapping[str, Any] | None = None) -> dict[str, tuple[str, Any]]:
+        """Return key and (detached, live) value of each entry of ``live_state()``, by canonical FQN.
+
+        Raises:
+            RuntimeError: two keys have the same canonical name; or as for ``live_state``.
+        """
+        found: dict[str, tuple[str, Any]] = {}
+        for key, value in (self.live_state() if live is None else live).items():
+            fqn = self.canonical(key)
+            if fqn in found:
+                raise MisuseRuntimeError(
+                    f"{key} and {found[fqn][0]} of this {type(self.model).__name__} have the same canonical name, "
+                    f"{fqn}: rename one of the submodules"
+                )
+            found[fqn] = (key, value)
+        return found
 
     def refuse_while_running_elsewhere(self) -> None:
         """Raise if a forward or backward of the model runs on another thread, whose collectives would be mixed up with

@@ -76,13 +76,20 @@ def gather_values(
     """
     is_wanted = is_first or not rank0_only
     leaves, copies, wholes = _leaves(values), Copies(to_cpu), dict[Key, Any]()
-    bundles = _bundles(names, leaves)
-    for bundle in bundles:
-        wholes.update(_gather_bundle(bundle, to_cpu, rank0_only))
-    gathered_together = {key for bundle in bundles for key in bundle.keys}
+    bundles: dict[Any, _Bundle] = {}  # by flat parameter, name of state, and dtype
+    alone = dict[Key, Any]()
     for key, leaf in leaves.items():
-        if key in gathered_together:
+        place = names.place(key[0])
+        if place is None or not is_sharded_like(leaf, place):
+            alone[key] = leaf
             continue
+        handle, index = place
+        bundle = bundles.setdefault((handle, key[1:], leaf.dtype), _Bundle(handle))
+        bundle.locals[index] = local_tensor(leaf)
+        bundle.keys[key] = index
+    for bundle in bundles.values():
+        wholes.update(_gather_bundle(bundle, to_cpu, rank0_only))
+    for key, leaf in alone.items():
         whole = full_tensor(leaf) if isinstance(leaf, DTensor) else leaf
         if is_wanted:
             # If this rank holds everything, full_tensor() returns the live memory.
@@ -102,7 +109,7 @@ class Copies:
     """Makes copies that share no memory with their originals. What is given twice is copied once, so ties stay ties."""
 
     def __init__(self, to_cpu: bool) -> None:
-        self._to_cpu = to_cpu
+        self._copy: Callable[[torch.Tensor], torch.Tensor] = copy_to_cpu if to_cpu else torch.clone
         self._made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # (original, which must stay alive, and copy)
 
     def of(self, value: Any) -> Any:
@@ -119,28 +126,12 @@ class Copies:
             self._made[key] = (value, self._copy(value))
         return self._made[key][1]
 
-    def _copy(self, value: torch.Tensor) -> torch.Tensor:
-        return copy_to_cpu(value) if self._to_cpu else value.clone()
-
 
 def full_tensor(value: DTensor) -> torch.Tensor:
     """Gather all of ``value``, outside autograd. Ranks: all ranks of its mesh."""
     with torch.no_grad():
         whole: torch.Tensor = value.full_tensor()
     return whole.detach()
-
-
-def _bundles(names: ModelNames, values: Mapping[Key, Any]) -> list[_Bundle]:
-    """Make one bundle for each flat parameter, name of state, and dtype."""
-    bundles: dict[Any, _Bundle] = {}
-    for key, value in values.items():
-        place = names.place(key[0])
-        if place is not None and is_sharded_like(value, place):
-            handle, index = place
-            bundle = bundles.setdefault((handle, key[1:], value.dtype), _Bundle(handle))
-            bundle.locals[index] = local_tensor(value)
-            bundle.keys[key] = index
-    return [*bundles.values()]
 
 
 def is_sharded_like(value: Any, place: Place) -> bool:
@@ -160,7 +151,7 @@ def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key,
     handle = bundle.handle
     transport = handle.mesh.transport.exact.unrecorded  # other ranks may record nothing
     if isinstance(transport, Messages):
-        wholes = _gather_pieces(bundle, transport, rank0_only)
+        wholes = _gather_by_messages(bundle, transport, rank0_only)
     else:
         flat = gather_flat(handle, _as_shard(handle, bundle.locals), rank0_only, to_cpu)
         views = [] if flat is None else handle.full_views_of(flat)
@@ -169,8 +160,8 @@ def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key,
     return {key: wholes[index] for key, index in bundle.keys.items() if wholes}
 
 
-def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> dict[int, torch.Tensor]:
-    """Gather whole tensors by index, on ranks that want them, from the ranks' parts, without extra memory."""
+def _gather_by_messages(bundle: _Bundle, transport: Messages, rank0_only: bool) -> dict[int, torch.Tensor]:
+    """Gather whole tensors by index, on ranks that want them, straight into the result."""
     layout, mesh = bundle.handle.layout, bundle.handle.mesh
     sizes = [layout.params[index].numel * local.element_size() for index, local in bundle.locals.items()]
     if rank0_only and not mesh.is_first_replica:
@@ -184,12 +175,12 @@ def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> di
     received = []
     for index, local in bundle.locals.items() if is_wanted else ():
         whole = wholes[index] = local.new_empty(layout.params[index].numel)
-        for rank, part in layout.local_shards_of(index).items():
-            piece = whole[part.param_start :][: part.numel]
+        for rank, shard in layout.local_shards_of(index).items():
+            place = whole[shard.param_start :][: shard.numel]
             if rank == mine:
-                piece.copy_(local.reshape(-1))
+                place.copy_(local.reshape(-1))
             else:
-                received.append((rank, piece))
+                received.append((rank, place))
     transport.exchange(sent, received, sum(sizes), bundle.handle.label)
     return {index: layout.whole_of(index, elements) for index, elements in wholes.items()}
 
@@ -218,7 +209,7 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the storage address of this rank's part of a tensor; 0 if it has none (a subclass that wraps others)."""
+    """Return the storage address of this rank's shard of a tensor; 0 if it has none (a subclass that wraps others)."""
     local = local_of(tensor)
     if local.layout != torch.strided:
         return 0
@@ -227,15 +218,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the CPU, sharded in the same way."""
-    return _with_local(tensor, lambda local: local.to("cpu", copy=True))
+    return on_local(tensor, lambda local: local.to("cpu", copy=True))
 
 
-def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an uninitialized tensor like this one on another device."""
-    return _with_local(tensor, lambda local: torch.empty_like(local, device=device))
-
-
-def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def on_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor placed like this one, with what ``function`` makes of this rank's elements."""
     if isinstance(tensor, RaggedDTensor):
         return with_local(tensor, function(local_tensor(tensor).detach()))
     if isinstance(tensor, DTensor):
@@ -244,17 +231,17 @@ def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.T
         return made
     plain = function(tensor.detach())
     if says_what_it_holds(tensor):
-        for name in _PART_FIELDS:
+        for name in _HOLDING_FIELDS:
             setattr(plain, name, getattr(tensor, name))
     return plain
 
 
-_PART_FIELDS = [*getattr(getattr(dcp, "CheckpointableTensor", None), "__annotations__", ())]  # since torch 2.14
+_HOLDING_FIELDS = [*getattr(getattr(dcp, "CheckpointableTensor", None), "__annotations__", ())]  # since torch 2.14
 
 
 def says_what_it_holds(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor says which part of a larger one it is, as ``torch.distributed.checkpoint`` reads it."""
-    return bool(_PART_FIELDS) and all(hasattr(tensor, name) for name in _PART_FIELDS)
+    """Whether a plain tensor says which piece of a larger one it is, as ``torch.distributed.checkpoint`` reads it."""
+    return bool(_HOLDING_FIELDS) and all(hasattr(tensor, name) for name in _HOLDING_FIELDS)
 
 
 # ---- Plain tensors: each rank has its own, but a checkpoint and a full state dict have one value for each.
@@ -266,17 +253,18 @@ def digests_of(value: Any, path: Path = ()) -> dict[str, str]:
     for at, leaf in leaves_of(value, path):
         if type(leaf) in (bool, int, float, complex):
             found[".".join(map(str, at))] = repr(leaf)
-        parts = [*_memory_of(leaf)] if isinstance(leaf, torch.Tensor) else []
-        if parts:
+        tensors = [*_memory_of(leaf)] if isinstance(leaf, torch.Tensor) else []
+        if tensors:
             checksum = 0
-            for part in parts:
-                checksum = zlib.crc32(_bytes_of(part), checksum)
+            for tensor in tensors:
+                on_cpu = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+                checksum = zlib.crc32(on_cpu.view(-1).view(torch.uint8).numpy().data, checksum)
             found[".".join(map(str, at))] = f"{leaf.dtype} of shape {tuple(leaf.shape)} with checksum {checksum:08x}"
     return found
 
 
 def _memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a plain tensor, or those that it wraps (quantized state); nothing of a part of a larger tensor."""
+    """Yield a plain tensor, or those that it wraps (quantized state); nothing of a piece of a larger tensor."""
     if hasattr(tensor, "__create_write_items__") or says_what_it_holds(tensor):
         return
     if is_wrapper(tensor):
@@ -285,8 +273,3 @@ def _memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     elif type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not tensor.is_meta:
         if tensor.layout == torch.strided and not tensor.is_quantized:
             yield tensor.detach().as_subclass(torch.Tensor)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    on_cpu = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    return on_cpu.view(-1).view(torch.uint8).numpy().data

@@ -85,41 +85,6 @@ def is_extra_state(fqn: str) -> bool:
     return fqn.rpartition(".")[2] == "_extra_state"
 
 
-def entries_of(names: ModelNames) -> dict[str, tuple[str, Any]]:
-    """Return key and (detached, live) value of each entry of ``model.state_dict()``, by canonical FQN.
-
-    Raises:
-        RuntimeError: two keys have the same canonical name; or, on every rank, the first rank shows full parameters and
-            the others sharded ones.
-    """
-    return _by_fqn(names, _live_state(names))
-
-
-def _live_state(names: ModelNames) -> Mapping[str, Any]:
-    for handle in names.handles():
-        if handle.is_summoned_on_first_rank_only:
-            raise MisuseRuntimeError(
-                f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
-                "summon_full_params(rank0_only=True): call it outside of that context. (A full state dict on the first "
-                "rank does not need the context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
-            )
-    state: Mapping[str, Any] = own_method(names.model, "state_dict")()
-    return state
-
-
-def _by_fqn(names: ModelNames, state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    found: dict[str, tuple[str, Any]] = {}
-    for key, value in state.items():
-        fqn = names.canonical(key)
-        if fqn in found:
-            raise MisuseRuntimeError(
-                f"{key} and {found[fqn][0]} of this {type(names.model).__name__} have the same canonical name, {fqn}: "
-                "rename one of the submodules"
-            )
-        found[fqn] = (key, value)
-    return found
-
-
 def choose_entries(
     names: ModelNames, options: StateDictOptions, submodules: set[nn.Module] | None = None
 ) -> tuple[dict[Key, Any], dict[str, Key]]:
@@ -127,16 +92,16 @@ def choose_entries(
     dict: in a full dict, all names of a parameter share one value. Local.
 
     Raises:
-        RuntimeError: two entries would have the same key; or as for ``entries_of``.
+        RuntimeError: two entries would have the same key; or as for ``ModelNames.entries``.
     """
-    state = {fqn: value for fqn, (_, value) in entries_of(names).items()}
+    state = {fqn: value for fqn, (_, value) in names.entries().items()}
     prefixes = names.prefixes_of(submodules)
-    chosen = [fqn for fqn in state if any(fqn.startswith(prefix) for prefix in prefixes)]
+    # Each with its first prefix.
+    chosen = {fqn: prefix for fqn in state for prefix in reversed(prefixes) if fqn.startswith(prefix)}
     if options.ignore_frozen_params:
-        chosen = [fqn for fqn in chosen if not _is_frozen(names, fqn)]
-    values, keys, by_key, known = dict[Key, Any](), dict[str, Key](), dict[str, str](), set(chosen)
-    for fqn in chosen:
-        prefix = next(p for p in prefixes if fqn.startswith(p))
+        chosen = {fqn: prefix for fqn, prefix in chosen.items() if not _is_frozen(names, fqn)}
+    values, keys, by_key = dict[Key, Any](), dict[str, Key](), dict[str, str]()
+    for fqn, prefix in chosen.items():
         key = fqn if options.keep_submodule_prefixes else fqn[len(prefix) :]
         if key in by_key:
             raise MisuseRuntimeError(
@@ -144,7 +109,7 @@ def choose_entries(
                 "or get one submodule at a time"
             )
         by_key[key] = fqn
-        first = next(name for name in (*names.aliases(fqn), fqn) if name in known) if options.full_state_dict else fqn
+        first = next(name for name in (*names.aliases(fqn), fqn) if name in chosen) if options.full_state_dict else fqn
         keys[key] = (first, "")
         values.setdefault((first, ""), state[first])
     return values, keys
@@ -183,6 +148,66 @@ class ModelPlan:
     problem: str = ""
     sender: Sender | None = None
 
+    @staticmethod
+    def of(
+        names: ModelNames, state: Mapping[str, Any], options: StateDictOptions, sender: Sender | None = None
+    ) -> ModelPlan:
+        """Compare a state dict with the model. Local; changes nothing.
+
+        Args:
+            state: values by canonical FQN: tensors of any layout, descriptions of the first rank's tensors, or others.
+            sender: as in ``ModelPlan``.
+
+        Raises:
+            RuntimeError: as for ``ModelNames.entries``.
+        """
+        plan = ModelPlan(names, sender=sender)
+        live = names.live_state()
+        entries, noted = names.entries(live), versions_of(state)
+        plan.versions = {
+            path: noted.get(names.canonical_module(path), version) for path, version in versions_of(live).items()
+        }
+        problems: list[str] = []
+        for fqn, (key, value) in entries.items():
+            if fqn not in state:
+                continue
+            plan.given[fqn], plan.keys[fqn] = state[fqn], key
+            if isinstance(value, torch.Tensor) and not is_extra_state(fqn):  # extra state can have any shape
+                problems += _mismatch(fqn, value, state[fqn])
+                if sender is not None and isinstance(value, CompositeDTensor):
+                    problems.append(
+                        f"{fqn}: a {value.composite.name} consists of several tensors, which the first rank cannot "
+                        "send: give every rank a whole one (without broadcast_from_rank0), or leave it out of the dict"
+                    )
+                plan.targets[fqn] = Target(value, names.place(fqn))
+        plan.missing = [
+            fqn
+            for fqn in entries
+            if fqn not in state
+            and not any(name in state for name in names.aliases(fqn))
+            and not (options.ignore_frozen_params and _is_frozen(names, fqn))
+        ]
+        plan.unexpected = [fqn for fqn in state if fqn not in entries]
+        refused = [fqn for fqn in plan.given if not names.is_loadable(plan.keys[fqn])]
+        if options.strict:
+            problems = [
+                *(f"missing: {fqn}{_expected(entries[fqn][1])}" for fqn in plan.missing),
+                *(f"unexpected: {fqn}, which the model does not have" for fqn in plan.unexpected),
+                *(
+                    f"{fqn}: a hook added it to state_dict(), but load_state_dict() does not accept it"
+                    for fqn in refused
+                ),
+                *problems,
+            ]
+        plan.problem = list_problems(
+            f"the state dict does not fit this {type(names.model).__name__}",
+            problems,
+            _prefix_remedy(plan.missing, plan.unexpected)
+            or "Build the model as it was when the state dict was made, or load what fits with "
+            "StateDictOptions(strict=False)",
+        )
+        return plan
+
     @property
     def facts(self) -> list[str]:
         """Facts that must be equal on every rank."""
@@ -208,63 +233,6 @@ class ModelPlan:
             _tie_again(self, assigned)
         _warn_of_meta(names)
         return IncompatibleKeys(self.missing, self.unexpected)
-
-
-def plan_model(
-    names: ModelNames, state: Mapping[str, Any], options: StateDictOptions, sender: Sender | None = None
-) -> ModelPlan:
-    """Compare a state dict with the model. Local; changes nothing.
-
-    Args:
-        state: values by canonical FQN: tensors of any layout, descriptions of the first rank's tensors, or others.
-        sender: as in ``ModelPlan``.
-
-    Raises:
-        RuntimeError: as for ``entries_of``.
-    """
-    plan = ModelPlan(names, sender=sender)
-    live = _live_state(names)
-    entries, noted = _by_fqn(names, live), versions_of(state)
-    plan.versions = {
-        path: noted.get(names.canonical_module(path), version) for path, version in versions_of(live).items()
-    }
-    problems: list[str] = []
-    for fqn, (key, value) in entries.items():
-        if fqn not in state:
-            continue
-        plan.given[fqn], plan.keys[fqn] = state[fqn], key
-        if isinstance(value, torch.Tensor) and not is_extra_state(fqn):  # extra state can have any shape
-            problems += _mismatch(fqn, value, state[fqn])
-            if sender is not None and isinstance(value, CompositeDTensor):
-                problems.append(
-                    f"{fqn}: a {value.composite.name} consists of several tensors, which the first rank cannot send: "
-                    "give every rank a whole one (without broadcast_from_rank0), or leave it out of the dict"
-                )
-            plan.targets[fqn] = Target(value, names.place(fqn))
-    plan.missing = [
-        fqn
-        for fqn in entries
-        if fqn not in state
-        and not any(name in state for name in names.aliases(fqn))
-        and not (options.ignore_frozen_params and _is_frozen(names, fqn))
-    ]
-    plan.unexpected = [fqn for fqn in state if fqn not in entries]
-    refused = [fqn for fqn in plan.given if not names.is_loadable(plan.keys[fqn])]
-    if options.strict:
-        problems = [
-            *(f"missing: {fqn}{_expected(entries[fqn][1])}" for fqn in plan.missing),
-            *(f"unexpected: {fqn}, which the model does not have" for fqn in plan.unexpected),
-            *(f"{fqn}: a hook added it to state_dict(), but load_state_dict() does not accept it" for fqn in refused),
-            *problems,
-        ]
-    plan.problem = list_problems(
-        f"the state dict does not fit this {type(names.model).__name__}",
-        problems,
-        _prefix_remedy(plan.missing, plan.unexpected)
-        or "Build the model as it was when the state dict was made, or load what fits with "
-        "StateDictOptions(strict=False)",
-    )
-    return plan
 
 
 def _prefix_remedy(missing: list[str], unexpected: list[str]) -> str:
@@ -306,9 +274,11 @@ def fetch_model(plan: ModelPlan, sender: Sender | None) -> dict[str, Any]:
     moved = fetch({(fqn, ""): value for fqn, value in plan.given.items()}, targets, sender)
     live = {storage_of(target.like) for target in plan.targets.values() if not target.like.is_meta} - {0}
     for (fqn, _), tensor in moved.items():
+        like = plan.targets[fqn].like
+        # The target itself, into which torch.distributed.checkpoint has already loaded.
+        is_there = type(tensor) is type(like) and same_elements(tensor, like)
         # Live tensors may be given under exchanged names. The first one that is loaded would overwrite the second.
-        is_elsewhere = storage_of(tensor) in live and not _is_there(tensor, plan.targets[fqn])
-        values[fqn] = tensor.detach().clone() if is_elsewhere else tensor
+        values[fqn] = tensor.detach().clone() if storage_of(tensor) in live and not is_there else tensor
     return values
 
 
@@ -360,11 +330,6 @@ def _keep_objects(held: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> N
         slots[name] = before
 
 
-def _is_there(value: torch.Tensor, target: Target) -> bool:
-    """Whether ``value`` is the target's own memory, into which torch.distributed.checkpoint has already loaded."""
-    return type(value) is type(target.like) and same_elements(value, target.like)
-
-
 def _tie_again(plan: ModelPlan, fqns: Collection[str]) -> None:
     """Restore ties: loading gives each module its own parameter, so assign the loaded one to all of a tie's modules."""
     slots = {fqn: (module, name) for fqn, module, name in plan.names.slots("_parameters")}
@@ -383,7 +348,7 @@ def _warn_of_meta(names: ModelNames) -> None:
     present = ModelNames(names.model).parameters
     left = [fqn for fqn, tensor in tensors.items() if present.get(fqn, tensor).is_meta]
     if left:
-        persistent = entries_of(names)
+        persistent = names.entries()
         buffers = [fqn for fqn in left if fqn not in persistent]
         extra = f" ({', '.join(buffers)}: non-persistent, in no state dict)" if buffers else ""
         warnings.warn(

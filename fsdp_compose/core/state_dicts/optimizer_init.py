@@ -32,11 +32,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..._torch import dtensor_spec, group_device_types, local_tensor
 from ...errors import MisuseRuntimeError
-from ...plugins.parameter_classes import with_local
 from ..comm import forget_for, kept_for, known_for, maximum_of_all_ranks
-from ..flat import local_of
 from ..optimizers import MatrixOptimizer, block_of, elementwise_classes, num_blocks, zeros_per_block
 from ..ragged import RaggedDTensor
+from .gathering import on_local
 
 _NUM_QUANTIZED = 8192  # elements
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes of a tiny tensor's dimensions, all different
@@ -64,9 +63,7 @@ class StateKind:
     def shape(self, param_shape: torch.Size) -> tuple[int, ...]:
         if self.block is not None:
             return (num_blocks(param_shape.numel(), self.block),)
-        if self.dims is None:
-            return ()
-        if not param_shape:  # the tiny tensor was a vector
+        if self.dims is None or not param_shape:  # for a 0-dim parameter the tiny tensor was a vector
             return ()
         return tuple(size if is_kept else 1 for size, is_kept in zip(param_shape, self.dims, strict=True))
 
@@ -101,22 +98,12 @@ def placed_by(
     if placed is None:
         return None
     if not isinstance(placed, torch.Tensor) or placed.shape != torch.Size(shape):
+        found = f"a tensor of shape {tuple(placed.shape)}" if isinstance(placed, torch.Tensor) else repr(placed)
         raise MisuseRuntimeError(
-            f"{type(optimizer).__name__}.place_state() returned {_in_short(placed)} for "
+            f"{type(optimizer).__name__}.place_state() returned {found} for "
             f"{'.'.join(map(str, path))}: expected a tensor of shape {tuple(shape)}, or None"
         )
     return placed.to(dtype) if placed.dtype != dtype else placed
-
-
-def _in_short(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _same_random_numbers(device: torch.device) -> Any:
-    """Return a context that restores the random number generators at its end."""
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def _step_is_known(optimizer: Optimizer) -> bool:
@@ -141,8 +128,7 @@ def _try_step(
     if not param.requires_grad:
         return {}
     state = state_after_step(optimizer, group, param)
-    tensors = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
-    kinds = {key: _kind(value, param, block) for key, value in tensors}
+    kinds = {key: _kind(value, param, block) for key, value in state.items() if isinstance(value, torch.Tensor)}
     return {key: kind for key, kind in kinds.items() if kind is not None}
 
 
@@ -152,10 +138,11 @@ def state_after_step(optimizer: Optimizer, group: Mapping[str, Any], like: torch
     param = torch.zeros_like(like, requires_grad=True)
     param.grad = torch.zeros_like(param)
     # A step of the optimizer itself with zero gradients, which is torch's way, would change momenta and counts.
-    twin = _stand_in(optimizer, group, param)
+    twin, device = _stand_in(optimizer, group, param), param.device
+    same_random_numbers = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
     try:
         eager = torch.compiler.set_stance("force_eager")  # some compile their steps, which takes seconds
-        with eager, torch.inference_mode(False), torch.no_grad(), _same_random_numbers(param.device):
+        with eager, torch.inference_mode(False), torch.no_grad(), same_random_numbers:
             unwrap(type(optimizer).step)(twin)
     except Exception as error:
         warnings.warn(
@@ -225,18 +212,14 @@ class _Loaded:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
     def arrive(self) -> None:
-        """Note that something is loaded into the tensor."""
         optimizer = None if self._optimizer is None or self.is_loaded else self._optimizer()
         self.is_loaded = True
         if optimizer is not None:
             _refuse_steps(optimizer)
 
 
-@dataclass(slots=True, eq=False)
-class _Refusal:
+class _Refusal(list[RemovableHandle]):
     """The hooks of an optimizer that refuses to step."""
-
-    hooks: list[RemovableHandle]
 
 
 def _refuse_steps(optimizer: Optimizer) -> None:
@@ -253,12 +236,17 @@ def _refuse_steps(optimizer: Optimizer) -> None:
         )
 
     def release(optimizer: Optimizer) -> None:
-        for hook in kept_for(optimizer, _Refusal).hooks:
+        for hook in kept_for(optimizer, _Refusal):
             hook.remove()
         forget_for(optimizer, _Refusal)
 
     hooks = [optimizer.register_step_pre_hook(refuse), optimizer.register_load_state_dict_post_hook(release)]
     kept_for(optimizer, _Refusal, lambda: _Refusal(hooks))
+
+
+def pending_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Make a placeholder of the shape and layout of ``tensor``. No communication."""
+    return _pending(tensor, StateKind((True,) * tensor.dim(), dtype, tensor.device), None)
 
 
 def pending_state(
@@ -274,7 +262,8 @@ def pending_state(
 
 def _pending(param: torch.Tensor, kind: StateKind, optimizer: Optimizer | None) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():  # an optimizer will write to it
-        tensor, twin = (_allocate(param, kind, memory) for memory in [_memory(param, kind)] * 2)
+        tensor = _allocate(param, kind)
+        twin = on_local(tensor, lambda local: local.view(local.shape))
     loaded = _Loaded(optimizer)
     # torch's protocol for tensors that know how they are saved, and pickle's, on this one tensor. The twin shares its
     # memory; the tensor itself would be a reference cycle.
@@ -289,28 +278,18 @@ def _pending(param: torch.Tensor, kind: StateKind, optimizer: Optimizer | None) 
     return tensor
 
 
-def _memory(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
-    device = kind.device
+def _allocate(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
     if kind.block is not None:
-        return local_of(zeros_per_block(param, kind.block, kind.dtype))
-    if not kind.is_like_parameter:
-        return torch.zeros(kind.shape(param.shape), dtype=kind.dtype, device=device)
-    local = local_tensor(param) if isinstance(param, DTensor) else param
-    return torch.zeros(local.shape, dtype=kind.dtype, device=device)
-
-
-def _allocate(param: torch.Tensor, kind: StateKind, memory: torch.Tensor) -> torch.Tensor:
+        return zeros_per_block(param, kind.block, kind.dtype)
+    is_sharded = isinstance(param, DTensor) and kind.is_like_parameter
+    shape = local_tensor(param).shape if is_sharded else torch.Size(kind.shape(param.shape))
+    memory = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
     if not isinstance(param, DTensor) or kind.dims is None:
-        return memory.view(memory.shape)
-    if kind.block is not None:
-        placed = zeros_per_block(param, kind.block, kind.dtype)
-        assert isinstance(placed, RaggedDTensor)  # parameters, but for flat views, are that or plain
-        return with_local(placed, memory)
-    if isinstance(param, RaggedDTensor) and kind.is_like_parameter:
+        return memory
+    if isinstance(param, RaggedDTensor) and is_sharded:
         return RaggedDTensor(memory, param._spec.with_dtype(kind.dtype))
-    spec = dtensor_spec(param)
-    placements = spec.placements if kind.is_like_parameter else [Replicate()] * spec.mesh.ndim
-    shape = torch.Size(kind.shape(param.shape))
+    spec, shape = dtensor_spec(param), torch.Size(kind.shape(param.shape))
+    placements = spec.placements if is_sharded else [Replicate()] * spec.mesh.ndim
     return DTensor.from_local(
         memory, spec.mesh, placements, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
     )
@@ -362,8 +341,14 @@ def without_pending(
     Ranks: all ranks of ``group``, with the same ``pending_keys``; ``None``: this one alone.
     """
     waiting = [value for entries in state.values() for value in entries.values() if is_pending(value)]
-    # A rank without elements of a tensor cannot see whether it was loaded.
-    arrived = _agree_on_loaded(waiting, group)
+    flags = torch.tensor([tensor.__dict__[_MARK].is_loaded for tensor in waiting], dtype=torch.uint8)
+    if group is not None and group.size() > 1 and waiting:
+        # A rank without elements of a tensor cannot see whether it was loaded.
+        if "cpu" in group_device_types(group):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        else:
+            maximum_of_all_ranks(group, flags)
+    arrived = {id(tensor) for tensor, flag in zip(waiting, flags.tolist(), strict=True) if flag}
     result: dict[str, dict[str, Any]] = {}
     for fqn, entries in state.items():
         kept = {key: value for key, value in entries.items() if not is_pending(value) or id(value) in arrived}
@@ -372,13 +357,3 @@ def without_pending(
             empty = {key: value for key, value in entries.items() if is_pending(value) and not value.numel()}
             result[fqn] = {key: value for key, value in entries.items() if key in kept or key in empty}
     return result
-
-
-def _agree_on_loaded(waiting: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> set[int]:
-    flags = torch.tensor([tensor.__dict__[_MARK].is_loaded for tensor in waiting], dtype=torch.uint8)
-    if group is not None and group.size() > 1 and len(waiting):
-        if "cpu" in group_device_types(group):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        else:
-            maximum_of_all_ranks(group, flags)
-    return {id(tensor) for tensor, flag in zip(waiting, flags.tolist(), strict=True) if flag}

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
-from ..._nested import Path, leaves_of, map_leaves
+from ..._nested import GROUPS, PARAMS, STATE, Path, leaves_of, map_leaves
 from ..._torch import is_wrapper, loads_as_torch
 from ...errors import list_problems
 from ..flat import local_of
@@ -36,80 +36,58 @@ from .optimizer_init import (
     take,
     templates_of,
 )
-from .optimizer_state import (
-    GROUPS,
-    PARAMS,
-    STATE,
-    Trained,
-    TrainedBy,
-    TrainedGroup,
-    conflict_of,
-    pack_flat,
-    trained_by,
-)
+from .optimizer_state import Trained, TrainedBy, TrainedGroup, conflict_of, pack_flat, trained_by
 from .resharding import Described, Sender, Target, fact_of, fetch
 
 # ---- Targets: where each tensor of an optimizer's state goes, even inside lists and dicts.
 
 
-class StateTargets:
-    """Shapes, dtypes and targets of one parameter's state.
+def _as_kept(
+    by: TrainedBy, param: Trained, template: Template, path: Path, known: Any, value: torch.Tensor | Described
+) -> tuple[tuple[int, ...] | None, torch.dtype, Target]:
+    """Return the shape required for a part of one parameter's state (``None``: any), the dtype in which the optimizer
+    keeps it, and its target.
 
     Args:
-        by: the optimizer.
-        template: the state that it will keep for the parameter, if known.
+        template: the state that the optimizer will keep for the parameter, if known.
+        path: its name, and its path in lists and dicts.
+        known: what the optimizer has there now.
+        value: what is to be loaded.
     """
+    is_blockwise = block_of(by.optimizer) is not None
+    # A kind may be nested there (bitsandbytes saves it so).
+    kind = template.get(path[-1]) if len(path) == 1 or is_blockwise else None
+    shape, dtype = None, value.dtype
+    if kind is not None:
+        shape, dtype = kind.shape(param.tensor.shape), kind.dtype
+    elif isinstance(known, torch.Tensor):
+        shape, dtype = tuple(known.shape) if len(path) == 1 else None, known.dtype
+    if is_blockwise:
+        dtype = value.dtype  # the optimizer quantizes it or not, by the size of what a rank has
+    return shape, dtype, _target_of(by, param, kind, path, known, value)
 
-    def __init__(self, by: TrainedBy, param: Trained, template: Template) -> None:
-        self._by, self._param, self._template = by, param, template
-        self._present: Mapping[Path, Any] = dict(leaves_of(by.state_of(param)))
 
-    def _kind(self, path: Path) -> StateKind | None:
-        """The kind of the state at ``path``, if it is known; it may be nested (bitsandbytes saves it so)."""
-        is_nested = len(path) > 1 and block_of(self._by.optimizer) is None
-        return None if is_nested else self._template.get(path[-1])
-
-    def expected_shape(self, path: Path) -> tuple[int, ...] | None:
-        """Return the shape required for the state at ``path`` (its name, and its path in lists and dicts); ``None``:
-        any."""
-        kind = self._kind(path)
-        if kind is not None:
-            return kind.shape(self._param.tensor.shape)
-        known = self._present.get(path)
-        return tuple(known.shape) if isinstance(known, torch.Tensor) and len(path) == 1 else None
-
-    def dtype(self, path: Path, value: torch.Tensor | Described) -> torch.dtype:
-        """Return the dtype in which the optimizer keeps ``value``; the dtype of ``value``, if that is not known."""
-        if block_of(self._by.optimizer) is not None:
-            return value.dtype  # which it quantizes or not, by the size of what a rank has
-        kind = self._kind(path)
-        if kind is not None:
-            return kind.dtype
-        known = self._present.get(path)
-        return known.dtype if isinstance(known, torch.Tensor) else value.dtype
-
-    def of(self, path: Path, value: torch.Tensor | Described) -> Target:
-        """Return the target of ``value``, which has the expected shape."""
-        param, known = self._param, self._present.get(path)
-        kind = self._kind(path)
-        is_like = kind.is_like_parameter if kind is not None else tuple(value.shape) == tuple(param.tensor.shape)
-        if isinstance(known, torch.Tensor) and tuple(known.shape) == tuple(value.shape):
-            return Target(known, param.place if is_like else None)
-        placed = placed_by(self._by.optimizer, param.tensor, path, value.shape, value.dtype)
-        if placed is not None:
-            return Target(placed)
-        if is_like and path[-1] != "step":  # of a 0-dim parameter
-            return param.target
-        if kind is not None:
-            return Target(pending_state(param.tensor, {path[-1]: kind})[path[-1]])
-        mesh = param.tensor.device_mesh if isinstance(param.tensor, DTensor) else None
-        if isinstance(value, DTensor) and value.device_mesh == mesh:
-            return Target(value)
-        if mesh is not None and tuple(value.shape) == (self._by.numel,):
-            # A vector over all parameters (LBFGS), as torch.cat() makes it from sharded ones.
-            like = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            return Target(DTensor.from_local(like, mesh, [Replicate()] * mesh.ndim, run_check=False))
-        return plain_target(value, param.target.device)
+def _target_of(
+    by: TrainedBy, param: Trained, kind: StateKind | None, path: Path, known: Any, value: torch.Tensor | Described
+) -> Target:
+    is_like = kind.is_like_parameter if kind is not None else tuple(value.shape) == tuple(param.tensor.shape)
+    if isinstance(known, torch.Tensor) and tuple(known.shape) == tuple(value.shape):
+        return Target(known, param.place if is_like else None)
+    placed = placed_by(by.optimizer, param.tensor, path, value.shape, value.dtype)
+    if placed is not None:
+        return Target(placed)
+    if is_like and path[-1] != "step":  # of a 0-dim parameter
+        return param.target
+    if kind is not None:
+        return Target(pending_state(param.tensor, {path[-1]: kind})[path[-1]])
+    mesh = param.tensor.device_mesh if isinstance(param.tensor, DTensor) else None
+    if isinstance(value, DTensor) and value.device_mesh == mesh:
+        return Target(value)
+    if mesh is not None and tuple(value.shape) == (by.numel,):
+        # A vector over all parameters (LBFGS), as torch.cat() makes it from sharded ones.
+        like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return Target(DTensor.from_local(like, mesh, [Replicate()] * mesh.ndim, run_check=False))
+    return plain_target(value, param.target.device)
 
 
 def state_placer(model: nn.Module, optimizers: Sequence[Optimizer]) -> PlaceState:
@@ -133,17 +111,12 @@ def plain_target(value: torch.Tensor | Described, device: torch.device) -> Targe
 # ---- The plan
 
 
-@dataclass(frozen=True)
-class _GroupPlan:
-    group: TrainedGroup
-    hyperparameters: dict[str, Any]
-
-
 @dataclass
 class OptimizerPlan:
     """A plan to load optimizers, made before anything is changed.
 
     Attributes:
+        groups: of each optimizer, its parameter groups with the hyperparameters to load.
         state: the state of each parameter, by FQN; parameters without an entry have no state afterwards. State that
             belongs to no parameter is under its optimizer's ``shared_name``.
         targets: where the tensors among it go, and ``dtypes``: their dtypes there.
@@ -152,7 +125,7 @@ class OptimizerPlan:
     """
 
     trained: Sequence[TrainedBy]
-    groups: list[list[_GroupPlan]] = field(default_factory=list)
+    groups: list[list[tuple[TrainedGroup, dict[str, Any]]]] = field(default_factory=list)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     targets: dict[Key, Target] = field(default_factory=dict)
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
@@ -197,7 +170,7 @@ def plan_optimizers(
         for group in by.groups:
             matching = saved.groups_of(group) if group.params else [*islice(without_params, 1)]
             hyperparameters, conflicts = _merge(by.hyperparameters(group.number), matching)
-            plan.groups[-1].append(_GroupPlan(group, hyperparameters))
+            plan.groups[-1].append((group, hyperparameters))
             problems += conflicts
             live = by.optimizer.param_groups[group.number]
             template_of = templates_of(by.optimizer, {**live, **hyperparameters})
@@ -280,7 +253,7 @@ def _plan_param(
     if not entries:
         return []
     plan.state[param.fqn] = dict(entries)
-    known, problems = StateTargets(by, param, template), []
+    present, problems = dict(leaves_of(by.state_of(param))), []
     found = [path[-1] for path, _ in leaves_of(dict(entries))] if block_of(by.optimizer) is not None else entries
     lacking = [key for key in template if key not in found]
     if lacking and options.strict:
@@ -291,13 +264,12 @@ def _plan_param(
     for path, value in leaves_of(plan.state[param.fqn]):
         if not isinstance(value, (torch.Tensor, Described)):
             continue
-        expected = known.expected_shape(path)
+        key = (param.fqn, *path)
+        expected, plan.dtypes[key], plan.targets[key] = _as_kept(by, param, template, path, present.get(path), value)
         if expected is not None and tuple(value.shape) != expected:
             problems.append(
                 f"{path[0]} of {param.fqn}: expected shape {expected}; found shape {tuple(value.shape)}, {value.dtype}"
             )
-        key = (param.fqn, *path)
-        plan.targets[key], plan.dtypes[key] = known.of(path, value), known.dtype(path, value)
     return problems
 
 
@@ -339,18 +311,21 @@ def fetch_optimizers(plan: OptimizerPlan, sender: Sender | None) -> list[dict[st
 
 
 def _pack(
-    by: TrainedBy, groups: Sequence[_GroupPlan], state: Mapping[str, Mapping[str, Any]], ours: set[int]
+    by: TrainedBy,
+    groups: Sequence[tuple[TrainedGroup, dict[str, Any]]],
+    state: Mapping[str, Mapping[str, Any]],
+    ours: set[int],
 ) -> dict[str, Any]:
     """Pack one optimizer's state. ``ours``: the ids of tensors that nothing else refers to."""
     packed: dict[Any, Any] = _copies(state.get(by.shared_name, {}), by.shared, ours)
-    for number, params in [pair for item in groups for pair in item.group.by_number.items()]:
+    for number, params in [pair for group, _ in groups for pair in group.by_number.items()]:
         if params[0].flat is not None:
             entries = pack_flat(params, state)
         else:
             entries = _copies(state.get(params[0].fqn, {}), by.packed["state"].get(number) or {}, ours)
         if entries:
             packed[number] = entries
-    return {STATE: packed, GROUPS: [{**item.hyperparameters, PARAMS: item.group.numbers} for item in groups]}
+    return {STATE: packed, GROUPS: [{**others, PARAMS: group.numbers} for group, others in groups]}
 
 
 def _copies(entries: Mapping[str, Any], present: Mapping[str, Any], ours: set[int]) -> dict[str, Any]:
@@ -370,7 +345,6 @@ def _copies(entries: Mapping[str, Any], present: Mapping[str, Any], ours: set[in
 
 
 def commit_optimizers(plan: OptimizerPlan, packed: Sequence[dict[str, Any]]) -> None:
-    """Load state dicts that fit."""
     for by, state in zip(plan.trained, packed, strict=True):
         own_method(by.optimizer, "load_state_dict")(state)
         if loads_as_torch(by.optimizer):
@@ -388,14 +362,9 @@ def _quantize(optimizer: Optimizer) -> None:
             exact = [key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.dim()]
             made = state_after_step(optimizer, group, local_of(param)) if exact else {}
             for key in exact:
-                kept, value = made.get(key), entries[key]
-                if (
-                    kept is not None
-                    and is_wrapper(kept)
-                    and not is_wrapper(local_of(value))
-                    and kept.shape == local_of(value).shape
-                ):
-                    kept.copy_(local_of(value))
+                kept, value, local = made.get(key), entries[key], local_of(entries[key])
+                if kept is not None and is_wrapper(kept) and not is_wrapper(local) and kept.shape == local.shape:
+                    kept.copy_(local)
                     entries[key] = RaggedDTensor(kept, value._spec) if isinstance(value, RaggedDTensor) else kept
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from ..._nested import Path, leaves_of, map_leaves
+from ..._nested import GROUPS, PARAMS, STATE, Path, leaves_of, longest_prefix, map_leaves
 from ...errors import MisuseRuntimeError
 from ...plugins.parameter_classes import with_local
 from ..flat import FlatParamHandle, FlatSegment, handle_of_segment, local_of
@@ -54,7 +54,7 @@ class FlatView:
     segment: FlatSegment
     blocks: Mapping[str, int]
 
-    def part(self, name: str, state: torch.Tensor, index: int) -> torch.Tensor:
+    def split(self, name: str, state: torch.Tensor, index: int) -> torch.Tensor:
         """Return the state of one parameter, a view of the flat view's state."""
         start, stop, shape = self.handle.local_shards[index]
         first, last = start - self.segment.start, stop - self.segment.start
@@ -65,24 +65,20 @@ class FlatView:
         local = local_of(state.detach())[first:last].view(shape)
         return RaggedDTensor(local, sharded._spec.with_dtype(state.dtype))
 
-    def is_elementwise(self, state: Any) -> bool:
-        """Whether ``state`` holds one number for each element."""
-        return isinstance(state, torch.Tensor) and state.dim() == 1 and state.shape == self.segment.parameter.shape
-
-    def join(self, name: str, parts: dict[int, torch.Tensor]) -> torch.Tensor:
+    def join(self, name: str, states: dict[int, torch.Tensor]) -> torch.Tensor:
         """Build the state of the flat view from that of its parameters; zero where a parameter has none."""
-        segment, first = self.segment, next(iter(parts.values()))
+        segment, first = self.segment, next(iter(states.values()))
         if name in self.blocks:
             whole = zeros_per_block(segment.parameter, self.blocks[name], first.dtype)
-            for index, part in parts.items():
+            for index, state in states.items():
                 start, stop, _ = self.handle.local_shards[index]
                 blocks = _blocks(self.blocks[name], start - segment.start, stop - segment.start)
-                local_of(whole)[blocks].copy_(local_of(part))
+                local_of(whole)[blocks].copy_(local_of(state))
             return whole
         local = torch.zeros(segment.stop - segment.start, dtype=first.dtype, device=self.handle.shard.device)
-        for index, part in parts.items():
+        for index, state in states.items():
             start, stop, shape = self.handle.local_shards[index]
-            local[start - segment.start : stop - segment.start].view(shape).copy_(local_of(part))
+            local[start - segment.start : stop - segment.start].view(shape).copy_(local_of(state))
         return segment.placed(local)
 
 
@@ -156,11 +152,15 @@ class TrainedBy:
         for number, (group, packed) in enumerate(zip(optimizer.param_groups, self.packed["param_groups"], strict=True)):
             params: list[Trained] = []
             for i, (param, index) in enumerate(zip(group["params"], packed["params"], strict=True)):
-                found = [*_parts(param, index, names, _blocks_in(optimizer, group, param))]
+                found = [*_trained_in(optimizer, group, param, index, names)]
                 if not found and keep_foreign:
                     found = [Trained(f"param_groups.{number}.params.{i}", index, param, None, None)]
                 if not found:
-                    self.foreign.append(_text_of_foreign(type(optimizer).__name__, number, i, group))
+                    named = f" ({group['param_names'][i]!r})" if "param_names" in group else ""
+                    self.foreign.append(
+                        f"parameter {i} of parameter group {number} of the {type(optimizer).__name__}{named}, of shape "
+                        f"{tuple(param.shape)}"
+                    )
                 params += found
             self.groups.append(TrainedGroup(number, packed["params"], params))
 
@@ -202,52 +202,39 @@ class TrainedBy:
             return dict(state)
         flat, index = param.flat, param.place[1]
 
-        def part(path: Path, value: Any) -> Any:
-            if path[-1] in flat.blocks or flat.is_elementwise(value):
-                return flat.part(path[-1], value, index)
+        def of_param(path: Path, value: Any) -> Any:
+            is_elementwise = isinstance(value, torch.Tensor) and value.shape == flat.segment.parameter.shape
+            if path[-1] in flat.blocks or (is_elementwise and value.dim() == 1):
+                return flat.split(path[-1], value, index)
             return value.clone() if isinstance(value, torch.Tensor) else value
 
-        result: dict[str, Any] = map_leaves(part, dict(state))
+        result: dict[str, Any] = map_leaves(of_param, dict(state))
         return result
 
 
-def _blocks_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, int]:
-    """By name, the state of a flat view that has one number for each block, and the size of a block."""
-    if block_of(optimizer) is None or handle_of_segment(param) is None:
-        return {}
-    template = templates_of(optimizer, group)(param)
-    return {name: kind.block for name, kind in template.items() if kind.block is not None}
-
-
-def _parts(param: torch.Tensor, number: int, names: ModelNames, blocks: Mapping[str, int]) -> Iterator[Trained]:
+def _trained_in(
+    optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, number: int, names: ModelNames
+) -> Iterator[Trained]:
     """Yield the model's parameters in one of the optimizer's parameters."""
     handle = handle_of_segment(param)
     if handle is None:
-        fqns = names.names_of(param)
-        if fqns:
-            yield Trained(fqns[0], number, param, names.place(fqns[0]), None)
+        for fqn in names.names_of(param)[:1]:
+            yield Trained(fqn, number, param, names.place(fqn), None)
         return
     segment = next(item for item in handle.segments if item.parameter is param)
+    template = {} if block_of(optimizer) is None else templates_of(optimizer, group)(param)
+    blocks = {name: kind.block for name, kind in template.items() if kind.block is not None}
     for index in segment.sharded_params:
         sharded = handle.sharded_params[index]
         for fqn in names.names_of(sharded)[:1]:
             yield Trained(fqn, number, sharded, (handle, index), FlatView(handle, segment, blocks))
 
 
-def _text_of_foreign(optimizer: str, group: int, index: int, values: dict[str, Any]) -> str:
-    named = f" ({values['param_names'][index]!r})" if "param_names" in values else ""
-    return (
-        f"parameter {index} of parameter group {group} of the {optimizer}{named}, of shape "
-        f"{tuple(values['params'][index].shape)}"
-    )
-
-
 def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: bool) -> list[TrainedBy]:
     """Return the parameters that each optimizer trains. Raises RuntimeError if their state cannot be named by FQN."""
     several = [] if optimizers is None else listed(optimizers)
     trained = [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(several)]
-    problem = problem_of(trained, names)
-    if problem:
+    if problem := problem_of(trained, names):
         raise MisuseRuntimeError(problem)
     return trained
 
@@ -300,32 +287,24 @@ def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, 
                 "view: build it from model.parameters(), or use zeros for missing state with "
                 "StateDictOptions(strict=False)"
             )
-        problems += _different_scalars(having, state) or _different_nesting(having, state)
+        if having:
+            problems += _difference(having[0], having[1:], state)
     return problems
 
 
-def _different_scalars(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    if not params:
-        return []
-    first = params[0]
-    for param in params[1:]:
+def _difference(first: Trained, others: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    but = "but the optimizer holds both in one flat view: build it from model.parameters()"
+    for param in others:
         for key, value in state[param.fqn].items():
             other = state[first.fqn].get(key)
             if _is_scalar(value) and _is_scalar(other) and not bool(torch.as_tensor(value == other)):
-                return [
-                    f"{key} of {first.fqn} is {_number(other)} and that of {param.fqn} is {_number(value)}, but the "
-                    "optimizer holds both in one flat view: build it from model.parameters()"
-                ]
-    return []
-
-
-def _different_nesting(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    for param in params[1:]:
-        ours, theirs = dict(state[params[0].fqn]), dict(state[param.fqn])
+                return [f"{key} of {first.fqn} is {_number(other)} and that of {param.fqn} is {_number(value)}, {but}"]
+    for param in others:
+        ours, theirs = dict(state[first.fqn]), dict(state[param.fqn])
         if dict(leaves_of(ours)).keys() != dict(leaves_of(theirs)).keys():
             return [
-                f"the state of {params[0].fqn} has {[*ours]} and that of {param.fqn} has {[*theirs]}, or lists of "
-                "other lengths, but the optimizer holds both in one flat view: build it from model.parameters()"
+                f"the state of {first.fqn} has {[*ours]} and that of {param.fqn} has {[*theirs]}, or lists of other "
+                f"lengths, {but}"
             ]
     return []
 
@@ -340,18 +319,15 @@ def pack_flat(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]])
     leaves = {fqn: dict(leaves_of(dict(state[fqn]))) for fqn in having}
 
     def join(path: Path, value: Any) -> Any:
-        parts = {param.place[1]: leaves[fqn][path] for fqn, param in having.items() if param.place is not None}
-        if path[-1] in flat.blocks or (isinstance(value, torch.Tensor) and not _is_number(path, parts)):
-            return flat.join(path[-1], parts)
+        states = {param.place[1]: leaves[fqn][path] for fqn, param in having.items() if param.place is not None}
+        # One number for all elements is 0-dim even if the parameter is not.
+        is_number = path == ("step",) or not any(isinstance(state, DTensor) for state in states.values())
+        if path[-1] in flat.blocks or (isinstance(value, torch.Tensor) and not is_number):
+            return flat.join(path[-1], states)
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     packed: dict[str, Any] = map_leaves(join, dict(state[next(iter(having))]))
     return packed
-
-
-def _is_number(path: Path, parts: Mapping[int, Any]) -> bool:
-    """Whether the state is one number for all elements, which is 0-dim even if the parameter is not."""
-    return path == ("step",) or not any(isinstance(part, DTensor) for part in parts.values())
 
 
 def _is_scalar(value: Any) -> bool:
@@ -365,9 +341,6 @@ def _number(value: Any) -> Any:
 
 
 # ---- Optimizer dicts in other forms: with one level of keys, or with numbers instead of names.
-
-
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -417,18 +390,6 @@ def unflatten(flat: Mapping[str, Any], fqns: Iterable[str], *, strict: bool) -> 
     if strange and strict:
         raise ValueError(f"unexpected: these keys name no parameter of the model: {', '.join(strange[:5])}")
     return {STATE: state, GROUPS: [*groups.values()]}
-
-
-def longest_prefix(text: str, known: set[str]) -> str | None:
-    end = len(text)
-    while (end := text.rfind(".", 0, end)) >= 0:
-        if text[:end] in known:
-            return text[:end]
-    return None
-
-
-def is_flattened(state: Mapping[str, Any]) -> bool:
-    return GROUPS not in state and any(str(key).startswith((f"{STATE}.", f"{GROUPS}.")) for key in state)
 
 
 def is_numbered(state: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from ..comm import as_transferable
 from ..flat import FlatParamHandle
 from ..ragged import RaggedDTensor, ReplicatedDTensor, distribute_ragged, inner_of_whole, local_shard_of
 from .fqns import Place
-from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
+from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of, on_local
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,12 @@ class Target:
         accelerator = torch.accelerator.current_accelerator(True) if mesh is None or mesh.device_type != "cpu" else None
         return torch.device("cpu") if accelerator is None else accelerator
 
+    def empty(self) -> torch.Tensor:
+        """Return an uninitialized tensor with the wanted shape, placements and device."""
+        return on_local(self.like, lambda local: torch.empty_like(local, device=self.device))
+
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor, which may share its memory. No communication."""
+        """Return this rank's shard of a whole tensor, which may share its memory. No communication."""
         like, whole = self.like, whole.detach()
         assert isinstance(like, DTensor)
         if isinstance(like, CompositeDTensor) and like.takes(whole):
@@ -94,7 +98,7 @@ def fetch(values: Mapping[Key, Any], targets: Mapping[Key, Target], sender: Send
 def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
     """Convert ``value`` to the layout of ``target``, sharing memory if nothing moves. The dtype stays.
 
-    Ranks: if ``movement`` is not empty, all ranks of the meshes of ``value`` and of the target.
+    Ranks: if ``value`` is a DTensor that lies otherwise, all ranks of the meshes of ``value`` and of the target.
     """
     placed = _in_placements(value, target)
     if isinstance(target.like, ReplicatedDTensor) and isinstance(placed, DTensor):
@@ -133,22 +137,17 @@ def fact_of(key: Key, value: Any, target: Target | None, sender: Sender | None) 
     """
     if target is None or not isinstance(value, (torch.Tensor, Described)):
         return key_text(key)
-    return f"{key_text(key)} of shape {tuple(value.shape)}, {value.dtype}, {_movement(value, target, sender)}"
-
-
-def _movement(value: Any, target: Target, sender: Sender | None) -> str:
     like = target.like
     if sender is not None:
-        return "sent in parts" if _is_scattered(target, sender.group) else "sent whole"
-    if not isinstance(value, DTensor):
-        return "whole or sharded as it is here"
-    if isinstance(like, DTensor) and _is_placed_like(value, like):
-        return "whole or sharded as it is here"
-    return f"{layout_of(value)} (here: {layout_of(like) if isinstance(like, DTensor) else 'whole'})"
+        movement = "sent in parts" if _is_scattered(target, sender.group) else "sent whole"
+    elif not isinstance(value, DTensor) or (isinstance(like, DTensor) and _is_placed_like(value, like)):
+        movement = "whole or sharded as it is here"
+    else:
+        movement = f"{layout_of(value)} (here: {layout_of(like) if isinstance(like, DTensor) else 'whole'})"
+    return f"{key_text(key)} of shape {tuple(value.shape)}, {value.dtype}, {movement}"
 
 
 def _is_placed_like(value: DTensor, like: DTensor) -> bool:
-    """Whether both have the same layout."""
     if isinstance(value, RaggedDTensor) and isinstance(like, RaggedDTensor):
         return value._spec.is_sharded_like(like._spec)
     return (
@@ -180,7 +179,13 @@ def _from_first_rank(
         elif place is not None and _is_scattered(target, sender.group):
             parcels.setdefault((place[0], key[1:], given.dtype), {})[key] = place
         else:
-            result[key] = in_layout(_broadcast(given, sender), target)
+            if isinstance(given, torch.Tensor):
+                whole = given.detach().to(sender.device).contiguous()
+            else:
+                whole = torch.empty(given.shape, dtype=given.dtype, device=sender.device)
+            if whole.numel():
+                dist.broadcast(as_transferable(whole.view(-1)), group=sender.group, group_src=0)
+            result[key] = in_layout(whole, target)
     for (handle, _, dtype), places in parcels.items():
         indices = {key: index for key, (_, index) in places.items()}
         result.update(_scatter(handle, dtype, indices, values, is_here=sender.is_here))
@@ -188,24 +193,14 @@ def _from_first_rank(
 
 
 def _is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
-    """Whether ``_from_first_rank`` sends each rank only its part."""
+    """Whether ``_from_first_rank`` sends each rank only its shard."""
     place = target.place
     if place is None or not is_sharded_like(target.like, place):
         return False
     mesh = place[0].mesh
     if mesh.peers.size() > mesh.data_world_size:
-        return False  # tensor parallelism: other ranks hold the same or other parts
+        return False  # tensor parallelism: other ranks hold the same or other shards
     return mesh.peers is group and mesh.first_rank == dist.get_process_group_ranks(group)[0]
-
-
-def _broadcast(given: Any, sender: Sender) -> torch.Tensor:
-    if isinstance(given, torch.Tensor):
-        whole = given.detach().to(sender.device).contiguous()
-    else:
-        whole = torch.empty(given.shape, dtype=given.dtype, device=sender.device)
-    if whole.numel():
-        dist.broadcast(as_transferable(whole.view(-1)), group=sender.group, group_src=0)
-    return whole
 
 
 def _scatter(
@@ -213,16 +208,16 @@ def _scatter(
 ) -> dict[Key, torch.Tensor]:
     mesh = handle.mesh
     shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=mesh.device)
-    parts = None
+    shards = None
     if is_here:
         flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=mesh.device)
         views = handle.full_views_of(flat)
         for key, index in indices.items():
             views[index].copy_(values[key])
         flat = handle.layout.as_shards(flat)
-        parts = [as_transferable(part) for part in flat.chunk(mesh.shard_world_size)] if flat.numel() else []
+        shards = [as_transferable(chunk) for chunk in flat.chunk(mesh.shard_world_size)] if flat.numel() else []
     if shard.numel() and mesh.is_first_replica:
-        dist.scatter(as_transferable(shard), parts, group=mesh.shard_group, group_src=0)
+        dist.scatter(as_transferable(shard), shards, group=mesh.shard_group, group_src=0)
     if shard.numel() and mesh.replicate_group is not None:
         dist.broadcast(as_transferable(shard), group=mesh.replicate_group, group_src=0)
     locals_, sharded = handle.views_of(shard), cast(Any, handle.sharded_params)

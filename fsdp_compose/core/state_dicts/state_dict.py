@@ -18,14 +18,10 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from ..._arguments import checked
-from ..._nested import map_leaves
+from ..._nested import GROUPS, STATE, is_flattened, map_leaves
 from ..._torch import group_device_types, versions_of, with_versions
 from ...errors import MisuseError, MisuseRuntimeError
-from .agreement import (
-    Peers,
-    group_of,
-    group_of_values,
-)
+from .agreement import Peers, group_of, group_of_values
 from .fqns import ModelNames, patch_method
 from .gathering import Copies, Key, copy_to_cpu, digests_of, facts_of, gather_values, key_text
 from .model_state import (
@@ -35,18 +31,14 @@ from .model_state import (
     choose_entries,
     fetch_model,
     is_extra_state,
-    plan_model,
 )
 from .optimizer_init import is_pending, pending_keys, without_pending
 from .optimizer_load import OptimizerPlan, commit_optimizers, fetch_optimizers, plan_optimizers
 from .optimizer_state import (
-    GROUPS,
-    STATE,
     Optimizers,
     TrainedBy,
     choose_optimizer_entries,
     flatten,
-    is_flattened,
     is_numbered,
     listed,
     name,
@@ -93,10 +85,13 @@ def get(
     with torch.no_grad():
         entries = peers.attempt(_choose, names, optimizers, options, submodules, with_model, facts=facts)
         if options.full_state_dict and optimizers is not None:
-            peers.compare("state of optimizers", "", [], _digests(entries) if peers.several else {})
-        values = _in_form(names, entries.model, options)
+            digests = digests_of(entries.groups, (GROUPS,)) if peers.several else {}
+            for key, value in entries.optimizers.items() if peers.several else ():
+                digests |= digests_of(value, (STATE, *key))
+            peers.compare("state of optimizers", "", [], digests)
+        values = _in_form(names, peers, entries.model, options)
         model_state = {key: values[at] for key, at in entries.keys.items() if at in values}
-        return model_state, _optimizer_state(names, entries, options) if optimizers is not None else {}
+        return model_state, _optimizer_state(names, peers, entries, options) if optimizers is not None else {}
 
 
 def _choose(
@@ -126,19 +121,11 @@ def _choose(
     return entries
 
 
-def _digests(entries: _Entries) -> dict[str, str]:
-    found = digests_of(entries.groups, (GROUPS,))
-    for key, value in entries.optimizers.items():
-        found |= digests_of(value, (STATE, *key))
-    return found
-
-
-def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:
+def _in_form(names: ModelNames, peers: Peers, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:
     """Gather or copy values as the options ask. Ranks: with ``full_state_dict`` all, after they agreed."""
     if options.full_state_dict:
-        is_here = Peers.of(names, "").is_first
         return gather_values(
-            names, values, to_cpu=options.cpu_offload, rank0_only=options.is_rank0_only, is_first=is_here
+            names, values, to_cpu=options.cpu_offload, rank0_only=options.is_rank0_only, is_first=peers.is_first
         )
     if not options.cpu_offload:
         return values
@@ -149,9 +136,9 @@ def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOption
     return {key: map_leaves(to_cpu, value) for key, value in values.items()}
 
 
-def _optimizer_state(names: ModelNames, entries: _Entries, options: StateDictOptions) -> dict[str, Any]:
-    values, groups = _in_form(names, entries.optimizers, options), entries.groups
-    if options.is_rank0_only and not Peers.of(names, "").is_first:
+def _optimizer_state(names: ModelNames, peers: Peers, entries: _Entries, options: StateDictOptions) -> dict[str, Any]:
+    values, groups = _in_form(names, peers, entries.optimizers, options), entries.groups
+    if options.is_rank0_only and not peers.is_first:
         return {}
     if options.full_state_dict or options.cpu_offload:
         copies = Copies(options.cpu_offload)
@@ -335,7 +322,7 @@ def _plan(names: ModelNames, ready: _Ready, told: bytes, options: StateDictOptio
     given: _Given = ready.given if sender is None or sender.is_here else pickle.loads(told)
     plans = _Plans(given, ModelPlan(names), OptimizerPlan(ready.trained))
     if given.model is not None:
-        plans.model = plan_model(names, given.model, options, sender)
+        plans.model = ModelPlan.of(names, given.model, options, sender)
     if given.optimizers is not None:
         plans.optimizers = plan_optimizers(names, ready.trained, given.optimizers, options, sender)
     problem = _meta_problem(ready.trained, plans.model) or plans.model.problem or plans.optimizers.problem
@@ -548,7 +535,7 @@ def patch_optimizer_state_dict(
     Args:
         model, optimizers, options: arguments of these functions.
     """
-    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    several = listed(optimizers)
     for optimizer in several:
         patch_method(optimizer, "state_dict", partial(get_optimizer_state_dict, model, several, options=options))
         patch_method(optimizer, "load_state_dict", partial(_set_optimizers, model, several, options))

@@ -8,15 +8,13 @@ from ..._on_demand import on_demand
 if TYPE_CHECKING:
     from .lockstep import LockstepCommunicator as LockstepCommunicator
     from .lockstep import announce_first_forward as announce_first_forward
-    from .standstill import HANG_SECONDS_ENV as HANG_SECONDS_ENV
     from .standstill import POSITION_MARK as POSITION_MARK
-    from .standstill import as_ranges as as_ranges
     from .standstill import look_after_standstill as look_after_standstill
 else:
     __getattr__ = on_demand(
         __name__,
         {
             "lockstep": "LockstepCommunicator announce_first_forward",
-            "standstill": "HANG_SECONDS_ENV POSITION_MARK as_ranges look_after_standstill",
+            "standstill": "POSITION_MARK look_after_standstill",
         },
     )

@@ -28,15 +28,14 @@ from ...core.comm import RECOVERY_TIMEOUT, DataParallelMesh, Transport, is_on, l
 from ...core.flat import Communicator, Contribution, FlatParamHandle, Reduction
 from ...core.group import Entry, Root, state_of
 from ...core.group.collective_order import MOMENTS
-from ...core.group.optimizer_steps import STEPS_DIFFER, num_steps, restart_counts
+from ...core.group.iteration import StepCounts
+from ...core.group.optimizer_steps import STEPS_DIFFER, num_steps
 from ...core.group.start_values import name_ranks
 from ...errors import RanksDifferError
 
 Sum = tuple[list[int], list[str]]
 """Some ranks, and the parameters whose gradients they sum."""
 
-_PURPOSE = "agreeing on the next collective"
-_RECOVERY = "discarding an interrupted iteration"
 _HINT = (
     "Every rank must run the same forwards, backwards and optimizer steps in the same order. If one rank may skip some "
     "(a NaN loss, an empty batch) or run more (a forward for its log), let all ranks decide together, by all-reducing "
@@ -54,9 +53,9 @@ class LockstepCommunicator(Communicator):
             self.announce(handle, "all-gather")
         super().unshard(handle)
 
-    def unshard_parts(self, handle: FlatParamHandle) -> None:
+    def unshard_post_forward(self, handle: FlatParamHandle) -> None:
         self.announce(handle, "all-gather of parts")
-        super().unshard_parts(handle)
+        super().unshard_post_forward(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
         if not handle.unsharded.never_freed and not handle.mesh.is_replicated:
@@ -65,7 +64,11 @@ class LockstepCommunicator(Communicator):
 
     def contribute(self, handle: FlatParamHandle, contribution: Contribution, is_kept: bool = False) -> bool:
         if contribution is Contribution.KEPT:
-            self._agree_on_sums(handle)
+            # It communicates only sums over tensor-parallel ranks, on which their ranks alone agree: the others may
+            # have used other groups.
+            state = state_of(handle)
+            for group, terms in _sums_of(handle):
+                _agree(group, _describe(handle, "accumulation"), None if state is None else state.root, [terms])
         else:
             averages = contribution is Contribution.REDUCED
             if handle.mesh.is_replicated:
@@ -74,19 +77,6 @@ class LockstepCommunicator(Communicator):
                 what = "reduce-scatter" if averages else "reduce-scatter without all-reduce"
             self.announce(handle, what, [terms for _, terms in _sums_of(handle)])
         return super().contribute(handle, contribution, is_kept)
-
-    def _agree_on_sums(self, handle: FlatParamHandle) -> None:
-        """What is kept communicates only sums over tensor-parallel ranks, on which their ranks alone agree: the others
-        may have used other groups."""
-        state = state_of(handle)
-        root: Root | None = None if state is None else state.root
-        for group, terms in _sums_of(handle):
-            try:
-                _agree(group, f"{_describe(handle, 'accumulation')}", root, [terms])
-            except RuntimeError:
-                if root is not None:
-                    root.forward.has_failed = True
-                raise
 
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
         note(handle.mesh.peers, f"all-reduce over tensor-parallel ranks of {handle.label.of(indices)}")
@@ -112,8 +102,7 @@ class LockstepCommunicator(Communicator):
             _agree((handle.mesh if root is None else root.mesh).peers, f"{text}{label}", root, sums)
         except RuntimeError:
             if root is not None:
-                root.order.take_back()
-                root.forward.has_failed = True
+                root.order.entries.pop()  # it is not issued
             raise
 
     def announce_exchange(self, root: object, moment: object) -> None:
@@ -121,18 +110,15 @@ class LockstepCommunicator(Communicator):
         mesh = root.mesh
         if mesh.has_peers:
             what = MOMENTS.get(moment, "a reduction in functional mode")
-            try:
-                _agree(mesh.peers, f"{what} of {root.label}", root)
-            except RuntimeError:
-                root.forward.has_failed = True
-                raise
+            _agree(mesh.peers, f"{what} of {root.label}", root)
 
     def announce_recovery(self, root: object) -> None:
         """Meet all ranks before they discard an iteration that was interrupted on this rank."""
         assert isinstance(root, Root)
         mesh = root.mesh
         # Ranks that are elsewhere learn of the interruption here and raise. Meet again until they come to recover too.
-        while mesh.has_peers and _compare(mesh.peers, _RECOVERY, None, timeout=RECOVERY_TIMEOUT):
+        what = "discarding an interrupted iteration"
+        while mesh.has_peers and _compare(mesh.peers, what, None, timeout=RECOVERY_TIMEOUT):
             pass
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
@@ -169,9 +155,14 @@ def _sums_of(handle: FlatParamHandle) -> list[tuple[dist.ProcessGroup, Sum]]:
 
 
 def _agree(group: dist.ProcessGroup, what: str, root: Root | None, sums: Sequence[Sum] = ()) -> None:
-    verdict = _compare(group, what, root, sums)
-    if verdict:
-        raise RanksDifferError(verdict)
+    try:
+        verdict = _compare(group, what, root, sums)
+        if verdict:
+            raise RanksDifferError(verdict)
+    except RuntimeError:
+        if root is not None:
+            root.forward.has_failed = True
+        raise
 
 
 def _compare(
@@ -184,9 +175,9 @@ def _compare(
     """Meet all ranks of ``group`` and compare what each is about to do. Returns the difference as text, or ``""``."""
     steps = None if root is None else num_steps(root)
     payload = json.dumps([what, steps, sums])
-    verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout)
+    verdict = meet(group, "agreeing on the next collective", payload, _judge, where=f" ({what})", timeout=timeout)
     if verdict.startswith(STEPS_DIFFER) and root is not None:
-        restart_counts(root)  # on all ranks, so that each difference is reported once
+        root.steps = StepCounts()  # on all ranks, so that each difference is reported once
     return verdict
 
 

@@ -20,8 +20,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
@@ -29,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from ..._torch import group_timeout, is_destroyed
-from ...core.comm import known_namespace
+from ...core.comm import all_kept, known_namespace
 from ...core.group import CollectiveLog
-from ...errors import MisuseError
+from ...errors import MisuseError, as_ranges
 
 HANG_SECONDS_ENV = "FSDP_COMPOSE_HANG_SECONDS"
 SECONDS = 60.0  # the default, inside an iteration; 0 turns it off
@@ -75,7 +73,7 @@ class _Watcher(threading.Thread):
     def _look_around(self) -> None:
         known: list[tuple[dist.ProcessGroup, CollectiveLog]] = []
         with contextlib.suppress(RuntimeError):  # another thread may be adding one
-            known = CollectiveLog.known()
+            known = all_kept(CollectiveLog)
         for group, order in known:
             if not is_destroyed(group):
                 with contextlib.suppress(RuntimeError, ValueError):  # it may be changed or destroyed meanwhile
@@ -91,31 +89,20 @@ class _Watcher(threading.Thread):
         most = group_timeout(group).total_seconds() / 2
         if is_told or not order.num_roots or group.size() == 1 or now - since < min(self._seconds, most):
             return
-        waits = bool(phases) or _place(_main_frame(), is_own=True).startswith("comm")
-        if waits or now - since >= min(self._seconds * BETWEEN, most) or _others_wait(group, order.count):
+        namespace = known_namespace(group)
+        store = None if namespace is None else dist.PrefixStore("standing", namespace)
+        is_waiting = bool(phases) or _place(_main_frame(), is_own=True).startswith("comm")
+        is_long = is_waiting or now - since >= min(self._seconds * BETWEEN, most)
+        if not is_long and store is not None and store.check([_AFTER]):
+            is_long = (
+                int(store.get(_AFTER)) >= order.count
+            )  # another rank waits at this one's last collective, or later
+        if is_long:
             self._seen[order] = before, since, True
             _logger.warning(_told(position(group, order, phases, now - since)))
-            if waits:
-                _say_that_this_rank_waits(group, order.count)
-
-
-def _others_wait(group: dist.ProcessGroup, count: int) -> bool:
-    """Whether another rank has waited since this one has issued ``count`` collectives, or after more."""
-    store = _waiting(group)
-    return store is not None and store.check([_AFTER]) and int(store.get(_AFTER)) >= count
-
-
-def _say_that_this_rank_waits(group: dist.ProcessGroup, count: int) -> None:
-    """Tell the other ranks that this one waits."""
-    # One that is late between iterations then logs where it is, without waiting ``BETWEEN`` times as long.
-    store = _waiting(group)
-    if store is not None:
-        store.set(_AFTER, str(count))
-
-
-def _waiting(group: dist.ProcessGroup) -> dist.Store | None:
-    namespace = known_namespace(group)
-    return None if namespace is None else dist.PrefixStore("standing", namespace)
+            # A rank that is late between iterations then logs where it is, without waiting ``BETWEEN`` times as long.
+            if is_waiting and store is not None:
+                store.set(_AFTER, str(order.count))
 
 
 _AFTER = "after"  # the key of the number of collectives after which a rank waits
@@ -174,13 +161,6 @@ def _place(frame: FrameType | None, is_own: bool) -> str:
             return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
-
-
-def as_ranges(numbers: Iterable[int], separator: str = ",") -> str:
-    """Numbers, for example of ranks, as text such as ``0-3,8``."""
-    runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])  # the same while numbers are adjacent
-    texts = [[str(number) for _, number in run] for _, run in runs]
-    return separator.join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in texts)
 
 
 _watcher: _Watcher | None = None

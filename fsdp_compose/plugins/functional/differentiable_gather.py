@@ -64,12 +64,12 @@ class GroupGather(DifferentiableGather):
         self._bounds = [0, *accumulate(len(handle.sharded_params) for handle in self._handles)]
         self.sharded_params = [sharded for handle in self._handles for sharded in handle.sharded_params]
 
-    def all_gather(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Gather every parameter from its sharded parts; a missing part (``None``) counts as zeros."""
+    def all_gather(self, shards: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Gather every parameter from its shards; a missing one (``None``) counts as zeros."""
         whole: list[torch.Tensor] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             self._root.order.record(self._root, self._state.log.all_gather)
-            shard = _shard_of(handle, parts[start:stop])
+            shard = _shard_of(handle, shards[start:stop])
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
             # Tensors over the storage, not views: if any place writes to the base, autograd refuses to use its views,
             # with an error that names no parameter.
@@ -123,13 +123,13 @@ class GroupGather(DifferentiableGather):
         return self._root.communicator.reduce_copy(handle, reduction)
 
 
-def _shard_of(handle: FlatParamHandle, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    if all(part is sharded for part, sharded in zip(parts, handle.sharded_params, strict=True)):
+def _shard_of(handle: FlatParamHandle, given: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    if all(item is sharded for item, sharded in zip(given, handle.sharded_params, strict=True)):
         return handle.shard
     shard = torch.zeros_like(handle.shard)
-    for part, sharded, (start, stop, shape) in zip(parts, handle.sharded_params, handle.local_shards, strict=True):
-        if part is not None:
-            shard[start:stop].view(shape).copy_(local_elements(like_sharded_param(part, sharded)))
+    for item, sharded, (start, stop, shape) in zip(given, handle.sharded_params, handle.local_shards, strict=True):
+        if item is not None:
+            shard[start:stop].view(shape).copy_(local_elements(like_sharded_param(item, sharded)))
     return shard
 
 
@@ -269,8 +269,8 @@ class _DefaultGather(DifferentiableGather):
     def __init__(self, sharded: RaggedDTensor, versions: list[int]) -> None:
         self._sharded, self._versions = sharded, versions
 
-    def all_gather(self, parts: Sequence[RaggedDTensor]) -> list[torch.Tensor]:
-        return [*map(gather_local_shards, parts)]
+    def all_gather(self, shards: Sequence[RaggedDTensor]) -> list[torch.Tensor]:
+        return [*map(gather_local_shards, shards)]
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [scatter_average(grad, self._sharded) for grad in grads]  # differentiable by itself
@@ -298,8 +298,8 @@ class _FunctionalGather(GroupGather):
         super().__init__(root, state, [handle])
         self._index = index
 
-    def all_gather(self, parts: Any) -> list[torch.Tensor]:
-        return [*map(gather_local_shards, parts)]
+    def all_gather(self, shards: Any) -> list[torch.Tensor]:
+        return [*map(gather_local_shards, shards)]
 
     def reduce_scatter(self, grads: Any) -> list[torch.Tensor | None]:
         every: list[torch.Tensor | None] = [None] * len(self.sharded_params)

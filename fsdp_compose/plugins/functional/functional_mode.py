@@ -36,11 +36,7 @@ class GivenValues:
     def __init__(self, values: Mapping[int, torch.Tensor]) -> None:
         self._values = values
 
-    def are_full(self, handle: FlatParamHandle) -> bool:
-        """Whether a full tensor was given for every parameter of ``handle``, so that there is nothing to gather."""
-        return bool(self._values) and all(self._full(param) is not None for param in handle.unsharded.params)
-
-    def sharded_parts(self, handle: FlatParamHandle) -> list[torch.Tensor | None]:
+    def shards(self, handle: FlatParamHandle) -> list[torch.Tensor | None]:
         """The tensors to gather: sharded parameters or their given replacements; ``None`` if a full one was given."""
         return [
             None if self._full(param) is not None else self._values.get(id(param), sharded)
@@ -62,11 +58,8 @@ class GivenValues:
 
 
 def functional_call_params(state: _FSDPState) -> GivenValues:
-    """The values that replace parameters in the slots of the group's modules.
-
-    Raises:
-        ValueError: a given tensor has the wrong shape or is sharded in a different way.
-    """
+    """The values that replace parameters in the slots of the group's modules. Raises ValueError if one has the wrong
+    shape or is sharded in a different way."""
     found = state.swap.overrides()
     for handle in state._handles:
         for fqn, param, sharded in zip(handle.fqns, handle.unsharded.params, handle.sharded_params, strict=True):
@@ -110,10 +103,7 @@ class FunctionalMode:
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[FunctionalUse, None]:
         with temporarily_clear_interpreter_stack():  # setup must not run under the torch.func transform
             refuse_accumulated(state)
-            _refuse_extensions(state)
-            _refuse_whole_meshes(state)
-            _refuse_optional(root, state)
-            _refuse_replicas(state)
+            _refuse_unsupported(root, state)
             if not is_recomputed:
                 root.forward.depth += 1
                 if not state.progress.running_forwards:
@@ -123,8 +113,7 @@ class FunctionalMode:
         return FunctionalUse(root, state, self._given), None
 
 
-def _refuse_extensions(state: _FSDPState) -> None:
-    """Raise if the class of a parameter gathers it in its own form, which autograd cannot differentiate."""
+def _refuse_unsupported(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         gathered_by = handle.kind.codec.gathered_by
         if gathered_by is not None:
@@ -133,9 +122,6 @@ def _refuse_extensions(state: _FSDPState) -> None:
                 f"{gathered_by}, gathered by its class (fsdp_pre_all_gather). Functional "
                 "mode, torch.func and functional_call() cannot differentiate that: use the default mode"
             )
-
-
-def _refuse_whole_meshes(state: _FSDPState) -> None:
     for handle in state._handles:
         own = handle.tensor_parallel
         if own is not None and not own.is_shown_as_stored:
@@ -145,18 +131,12 @@ def _refuse_whole_meshes(state: _FSDPState) -> None:
                 f"the parameters of the fully_shard group {state.name} are {how}. In functional mode, torch.func and "
                 "functional_call(), their gradients would be summed over the wrong ranks: use the default mode"
             )
-
-
-def _refuse_optional(root: Root, state: _FSDPState) -> None:
     if root.scheduler.skips:
         raise NotImplementedError(
             f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with "
             "values of functional_call()) in a model with optional groups. Only the default mode can gather these on "
             "ranks that skip them: leave functional mode, or shard the model without optional=True"
         )
-
-
-def _refuse_replicas(state: _FSDPState) -> None:
     if state.mesh.replicas is not None and torch.is_grad_enabled():
         raise NotImplementedError(
             f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with values "
@@ -174,11 +154,11 @@ class FunctionalUse:
 
     def __init__(self, root: Root, state: _FSDPState, given: GivenValues) -> None:
         self._state, self.outer = state, root.forward.innermost
-        handles = [handle for handle in state._handles if not given.are_full(handle)]
+        found = {handle: given.shards(handle) for handle in state._handles}
+        handles = [handle for handle, shards in found.items() if any(shard is not None for shard in shards)]
         gather = GroupGather(root, state, handles)
         params = [param for handle in handles for param in handle.unsharded.params]
-        parts = [part for handle in handles for part in given.sharded_parts(handle)]
-        whole = gather.apply(parts) if parts else ()
+        whole = gather.apply([shard for handle in handles for shard in found[handle]]) if handles else ()
         specs = [spec for handle in handles for spec in specs_of(handle.tensor_parallel, len(handle.fqns))]
         shown_as = [item if spec is None else placed(item, spec) for item, spec in zip(whole, specs, strict=True)]
         restored = [*map(whole_like_original, gather.sharded_params, shown_as)]
@@ -224,8 +204,8 @@ class FunctionalUse:
         found = {}
         for handle in state._handles:
             first = self._whole.get(id(handle.unsharded.params[0]))
-            parts = zip(self._given.sharded_parts(handle), handle.sharded_params, strict=True)
-            if first is not None and all(part is sharded for part, sharded in parts):
+            shards = zip(self._given.shards(handle), handle.sharded_params, strict=True)
+            if first is not None and all(shard is sharded for shard, sharded in shards):
                 flat = torch.empty(0, dtype=handle.unsharded.dtype, device=handle.storage.compute_device(handle.shard))
                 found[handle] = flat.set_(first.untyped_storage(), 0, (handle.layout.flat_numel,))  # type: ignore[call-overload]
         return found

@@ -69,20 +69,7 @@ _get_ident = threading.get_ident
 
 class Journal:
     """The order of what one process group carries; or, for several process groups of one mesh, of what they do
-    together.
-
-    Attributes:
-        count: how many collectives and exchanges this rank has entered.
-        num_backwards: how many backwards have ended with an exchange.
-        under_way: by number, the messages of a collective that nobody has waited for yet.
-        dropped: the numbers of collectives that nobody will wait for.
-        waits_for: the number of the collective that this rank waits for; 0 if it does not wait.
-        patience: seconds of waiting after which this rank reports what it waits for.
-        difference: how the ranks differ, once that is known.
-        failure: see ``tell_failure``.
-        thread: the thread that has entered the last one; 0 before the first.
-        stays_at: what this rank waited for at the last look, and at how many looks before; ``None`` if it did not wait.
-    """
+    together."""
 
     __slots__ = (
         "_entries", "count", "difference", "dropped", "failure", "num_backwards", "patience", "stays_at",
@@ -90,12 +77,17 @@ class Journal:
     )  # fmt: skip
 
     def __init__(self, timeout: float) -> None:
-        self.count = self.num_backwards = self.waits_for = self.thread = 0
-        self.patience = min(STALL_SECONDS, timeout / 2)
+        self.count = 0  # how many collectives and exchanges this rank has entered
+        self.num_backwards = 0  # how many backwards have ended with an exchange
+        self.waits_for = 0  # the number of the collective that this rank waits for; 0 if it does not wait
+        self.thread = 0  # the thread that has entered the last one; 0 before the first
+        self.patience = min(STALL_SECONDS, timeout / 2)  # seconds, after which this rank reports what it waits for
         self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
-        self.under_way: dict[int, Work] = {}
-        self.dropped: set[int] = set()
-        self.difference = self.failure = ""
+        self.under_way: dict[int, Work] = {}  # by number, the messages that nobody has waited for yet
+        self.dropped: set[int] = set()  # the numbers of collectives that nobody will wait for
+        self.difference = ""  # how the ranks differ, once that is known
+        self.failure = ""  # see ``tell_failure``
+        # What this rank waited for at the last look, and at how many looks before; ``None`` if it did not wait.
         self.stays_at: tuple[tuple[str, int], int] | None = None
 
     def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
@@ -155,7 +147,6 @@ def journal_of(group: dist.ProcessGroup) -> Journal:
 
 
 def known_journal(group: dist.ProcessGroup) -> Journal | None:
-    """The journal of ``group``, if it has one."""
     return known_for(group, Journal)
 
 
@@ -245,9 +236,8 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     except (RankLostError, RanksDifferError):
         raise
     except RuntimeError as error:
-        is_lost = isinstance(error, PartnerGone) or "gloo/transport" in str(
-            error
-        )  # gloo's source: others are of the call
+        # A file of gloo's source: other errors are of the call.
+        is_lost = isinstance(error, PartnerGone) or "gloo/transport" in str(error)
         if not (is_lost or meeting.difference):
             raise
         failure = loss(group, f"rank {group.rank()}: {what}", error, meeting.difference)
@@ -256,27 +246,18 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 
 class Report(NamedTuple):
-    """What a rank that waits tells the others, as JSON.
+    """What a rank that waits tells the others, as JSON."""
 
-    Attributes:
-        entries: the last that it has entered: numbers with descriptions.
-        num_entered: how many it has entered.
-        waits_for: the number that it waits for; 0 if it waits in a meeting, or does not wait.
-        meeting: the key, number and text of the meeting that it waits in, and the ranks that it needs.
-        entered: by key, the number of the next meeting that it has not entered.
-        failure: the error that it has raised, if it has raised one and not gone on since.
-    """
-
-    entries: list[tuple[int, str]]
-    num_entered: int
-    waits_for: int = 0
+    entries: list[tuple[int, str]]  # the last that it has entered: numbers with descriptions
+    num_entered: int  # how many it has entered
+    waits_for: int = 0  # the number that it waits for; 0 if it waits in a meeting, or does not wait
+    # The key, number and text of the meeting that it waits in, and the ranks that it needs.
     meeting: tuple[str, int, str, list[int]] | None = None
-    entered: dict[str, int] = {}
-    failure: str = ""
+    entered: dict[str, int] = {}  # by key, the number of the next meeting that it has not entered
+    failure: str = ""  # the error that it has raised, if it has raised one and not gone on since
 
     @staticmethod
     def of(journal: Journal) -> Report:
-        """What this rank tells now."""
         meeting = _meeting_beside(journal)
         place = None
         if meeting is not None:
@@ -294,7 +275,6 @@ class Report(NamedTuple):
         return self.meeting is None or rank in self.meeting[3]
 
     def place(self) -> str:
-        """Where it waits."""
         if self.waits_for:
             return f"the {dict(self.entries).get(self.waits_for, f'collective number {self.waits_for}')}"
         return "" if self.meeting is None else self.meeting[2]
@@ -328,7 +308,11 @@ def _compare(group: dist.ProcessGroup, journal: Journal, has_failed: bool = Fals
                 where = f", and does not come to {ours.place()}, where rank {rank} waits" if is_awaited else ""
                 journal.difference = f"rank {other} has raised {theirs.failure}{where}. {_LOST}"
             if not journal.difference and _wait_for_each_other(group, journal, ours, other, theirs):
-                journal.difference = _told_apart(rank, ours, other, theirs)
+                (first, here), (second, there) = sorted([(rank, ours.place()), (other, theirs.place())])
+                journal.difference = (
+                    f"the ranks run different programs, and wait for each other: rank {first} in {here}, rank {second} "
+                    f"in {there}. {_REMEDY}"
+                )
             if journal.difference:
                 store.set(_DIFFERENCE, journal.difference)
     return bool(journal.difference) or len(others) == group.size() - 1
@@ -364,15 +348,6 @@ def first_difference_of(rank: int, ours: list[tuple[int, str]], other: int, thei
     return ""
 
 
-def _told_apart(rank: int, ours: Report, other: int, theirs: Report) -> str:
-    if other < rank:
-        rank, ours, other, theirs = other, theirs, rank, ours
-    return (
-        f"the ranks run different programs, and wait for each other: rank {rank} in {ours.place()}, rank {other} in "
-        f"{theirs.place()}. {_REMEDY}"
-    )
-
-
 _LOST = "The current iteration is lost: restart the processes from a checkpoint"
 _REMEDY = (
     "Every rank must run the same forwards and backwards, and make the same calls, in the same order: if one rank "
@@ -384,7 +359,10 @@ _REMEDY = (
 
 def _look() -> None:
     for group, journal in all_kept(Journal):
-        place, (previous, looks) = _place_of(journal), journal.stays_at or (None, 0)
+        meeting, (previous, looks) = _meeting_beside(journal), journal.stays_at or (None, 0)
+        place = ("", journal.waits_for) if journal.waits_for else None
+        if meeting is not None:
+            place = meeting.key, meeting.number
         if previous is not None and previous != place and looks * PERIOD >= journal.patience:
             _retract(group, journal)
         if place is None:
@@ -394,14 +372,6 @@ def _look() -> None:
         journal.stays_at = place, looks
         if not journal.difference and looks * PERIOD >= journal.patience:
             _compare_while_waiting(group, journal)
-
-
-def _place_of(journal: Journal) -> tuple[str, int] | None:
-    """What this rank waits for; ``None`` if it does not wait."""
-    meeting = _meeting_beside(journal)
-    if meeting is not None:
-        return meeting.key, meeting.number
-    return ("", journal.waits_for) if journal.waits_for else None
 
 
 def _retract(group: dist.ProcessGroup, journal: Journal) -> None:

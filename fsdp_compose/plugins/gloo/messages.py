@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -23,20 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ..._torch import Shown, group_timeout_reader, has_closed, is_profiling, num_dispatch_modes, stop_waiting_for
-from ...core.comm import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    Label,
-    Transport,
-    Work,
-    failure_of,
-    give_up,
-    kept_for,
-)
+from ...core.comm import CollectiveKind, Label, Transport, Work, failure_of, give_up, kept_for
 from ...core.comm.failure import TIMEOUT_ENV, PartnerGone, gone, limit_of, look_regularly
-from ...core.comm.transport import INTRODUCTION, MESSAGES, SECOND_HALF, TRANSPORT_ENV, Range
+from ...core.comm.transport import TRANSPORT_ENV, Range
 from .journal import journal_of, loss
 from .shared_memory import Descriptor, SharedMemory
 
@@ -102,7 +91,7 @@ class Messages(Transport):
         if _is_listened_to():
             super().all_gather(Shown(whole), Shown(shard), label)
         numel = shard.numel()
-        flight = _InFlight(self, self._journal.enter(ALL_GATHER, label, shard.nbytes))
+        flight = _InFlight(self, self._journal.enter(CollectiveKind.ALL_GATHER, label, shard.nbytes))
         received = [(rank, whole[rank * numel : rank * numel + numel]) for rank in self._peers]
         flight.issue(received, [(rank, shard) for rank in self._peers])
         own = whole[self._rank * numel : self._rank * numel + numel]
@@ -114,23 +103,23 @@ class Messages(Transport):
         if _is_listened_to():
             super().reduce_scatter(Shown(shard), Shown(whole), is_average, label)
         shared = self._shared_for(whole.nbytes, label)
-        flight = _Sum(self, self._journal.enter(REDUCE_SCATTER, label, whole.nbytes), shared)
-        parts = [*whole.chunk(self.group.size())]
-        return flight.begin(parts[self._rank], [(rank, parts[rank]) for rank in self._peers], shard, is_average)
+        flight = _Sum(self, self._journal.enter(CollectiveKind.REDUCE_SCATTER, label, whole.nbytes), shared)
+        chunks = [*whole.chunk(self.group.size())]
+        return flight.begin(chunks[self._rank], [(rank, chunks[rank]) for rank in self._peers], shard, is_average)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         """With two ranks, or a short tensor, each rank sends everything to every other. Otherwise each rank sums up one
-        part, and sends the sum to every other."""
+        chunk, and sends the sum to every other."""
         if _is_listened_to():
             super().all_reduce(Shown(tensor), is_average, label)
         # No faster than gloo's own, but gloo's aborts the processes when ranks disagree.
         journal, size, shared = self._journal, self.group.size(), self._shared_for(tensor.nbytes, label)
-        flight = _Sum(self, journal.enter(ALL_REDUCE, label, tensor.nbytes), shared, self._memory)
+        flight = _Sum(self, journal.enter(CollectiveKind.ALL_REDUCE, label, tensor.nbytes), shared, self._memory)
         if size == 2 or size * tensor.nbytes <= _SHORT_BYTES:
             return flight.begin(tensor, [(rank, tensor) for rank in self._peers], tensor, is_average)
-        second = _InFlight(self, journal.enter(SECOND_HALF, label, tensor.nbytes))
-        parts = tensor.tensor_split(size)
-        own, others = parts[self._rank], [(rank, parts[rank]) for rank in self._peers]
+        second = _InFlight(self, journal.enter(CollectiveKind.SECOND_HALF, label, tensor.nbytes))
+        chunks = tensor.tensor_split(size)
+        own, others = chunks[self._rank], [(rank, chunks[rank]) for rank in self._peers]
 
         def begin_second() -> None:
             second.issue(others, [(rank, own) for rank in self._peers])
@@ -162,13 +151,13 @@ class Messages(Transport):
     ) -> Work:
         if _is_listened_to():
             super().all_to_all(Shown(received), Shown(sent), received_sizes, sent_sizes, num_moved, label)
-        flight = _InFlight(self, self._journal.enter(ALL_TO_ALL, label, num_moved * sent.element_size()))
+        flight = _InFlight(self, self._journal.enter(CollectiveKind.ALL_TO_ALL, label, num_moved * sent.element_size()))
         flight.issue(enumerate(received.split([*received_sizes])), enumerate(sent.split([*sent_sizes])))
         return flight
 
     def skip(self, nbytes: int, label: Label) -> None:
         # Other ranks of the mesh enter a gather, and all share one journal, whose numbers must stay equal.
-        self._journal.enter(MESSAGES, label, nbytes)
+        self._journal.enter(CollectiveKind.MESSAGES, label, nbytes)
 
     def _shared_for(self, nbytes: int, label: Label) -> SharedMemory | None:
         """The shared memory for a sum of ``nbytes``; ``None`` for a short sum, or on several machines."""
@@ -183,8 +172,10 @@ class Messages(Transport):
 
     def _introduce(self, label: Label) -> SharedMemory | None:
         """Find out whether all ranks are on one machine, and want to share memory."""
-        is_off = os.environ.get(TRANSPORT_ENV) == self.name
-        shared = None if is_off else SharedMemory.of_this_rank(self._rank, self.group.size())
+        shared = None
+        if os.environ.get(TRANSPORT_ENV) != self.name:
+            with suppress(OSError, AttributeError):  # the system has no such memory
+                shared = SharedMemory(self._rank, self.group.size())
         numbers = self._tell_all(-1 if shared is None else shared.introduction, label)
         can_share = shared is not None and all(number >= 0 for _, number in numbers) and shared.connect_to(numbers)
         # All or none: any rank may have it turned off, or not find another one.
@@ -199,7 +190,7 @@ class Messages(Transport):
     def _tell_all(self, number: int, label: Label) -> list[tuple[int, int]]:
         """Send a number to the other ranks and return theirs."""
         own, theirs = torch.tensor([number]), [(rank, torch.zeros(1, dtype=torch.int64)) for rank in self._peers]
-        self.exchange([(rank, own) for rank in self._peers], theirs, own.nbytes, label, INTRODUCTION)
+        self.exchange([(rank, own) for rank in self._peers], theirs, own.nbytes, label, CollectiveKind.INTRODUCTION)
         return [(rank, int(item)) for rank, item in theirs]
 
     def exchange(
@@ -208,7 +199,7 @@ class Messages(Transport):
         received: Iterable[Message],
         nbytes: int,
         label: Label,
-        kind: str = MESSAGES,
+        kind: str = CollectiveKind.MESSAGES,
     ) -> None:
         """Send and receive messages, and wait for them. Messages from one rank to another arrive in order; empty ones
         are not sent. ``nbytes``: a size for the whole exchange that is the same on every rank; ``kind``: its kind."""
@@ -236,9 +227,6 @@ class Messages(Transport):
 # whose connection is closed.
 
 
-_NO_RANK = -1
-
-
 class Waitable(Protocol):
     """One message in flight."""
 
@@ -246,33 +234,29 @@ class Waitable(Protocol):
 
 
 class Pending:
-    """The messages of one collective that are still to be waited for.
+    """The messages of one collective that are still to be waited for."""
 
-    Attributes:
-        messages: each with the rank that it comes from or goes to. Whoever issues one appends it.
-    """
-
-    __slots__ = ("_current", "_group", "_loss", "_rest", "_suspect", "messages")
+    __slots__ = ("_current", "_error", "_group", "_loss", "_rest", "_suspect", "messages")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
+        # Each with the rank that it comes from or goes to. Whoever issues one appends it.
         self.messages: list[tuple[Waitable, int]] = []
         self._rest = iter(self.messages)
         self._current: tuple[Waitable, int] | None = None  # the one that is waited for
         self._suspect: tuple[Waitable, int] | None = None  # the one that was, when the connection was closed already
         self._loss = ""
+        self._error: RuntimeError | None = None  # by which all have failed
 
     def fail(self, error: RuntimeError) -> None:
         """Mark all of them as failed, and tell the waiter why."""
-        self._rest = iter([(_Failed(error.with_traceback(None)), _NO_RANK)])
+        self._error = error.with_traceback(None)
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for all of them, each up to ``limit`` (default: ``limit_of`` the process group). After an interruption
-        (Ctrl-C), a second call waits for the rest.
-
-        Raises:
-            RuntimeError: a message did not arrive.
-        """
+        (Ctrl-C), a second call waits for the rest. Raises RuntimeError if a message did not arrive."""
+        if self._error is not None:
+            raise self._error
         group = self._group()
         if limit is None and group is not None:
             limit = limit_of(group)  # as it is now: gloo's messages know that of when the group was made
@@ -299,18 +283,6 @@ class Pending:
             return
         self._loss = f"rank {current[1]} has closed its connections"
         stop_waiting_for(current[0])
-
-
-class _Failed:
-    """Messages that will not arrive."""
-
-    __slots__ = ("_error",)
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        raise self._error
 
 
 _waited_for: set[Pending] = set()
@@ -381,7 +353,7 @@ class _InFlight:
 
 
 class _Note:
-    """A note from another rank that says where its part of a collective is."""
+    """A note from another rank that says where its chunk of a collective is."""
 
     __slots__ = ("_group", "_shared", "_tag", "note", "rank")
 
@@ -435,7 +407,7 @@ class _Maximum:
 
 
 class _Sum(_InFlight):
-    """A reduction: adds what the other ranks send to this rank's own part, in rank order."""
+    """A reduction: adds what the other ranks send to this rank's own chunk, in rank order."""
 
     __slots__ = ("_divisor", "_memory", "_notes", "_own", "_pool", "_result", "_shared", "_terms")
 
@@ -491,7 +463,7 @@ class _Sum(_InFlight):
 
     def _add_up(self, terms: Sequence[torch.Tensor]) -> None:
         total = terms[0]
-        # In rank order, so that the bits do not depend on which rank holds which part.
+        # In rank order, so that the bits do not depend on which rank holds which chunk.
         for i, term in enumerate(terms[1:-1]):
             if i > 0:
                 total.add_(term)

@@ -1,6 +1,6 @@
 """Memory that the ranks of one machine share: sums use it instead of messages through gloo.
 
-``comm/gloo`` is the only caller. A rank copies what it sends into memory of its own that the other ranks can map, and
+``messages`` is the only caller. A rank copies what it sends into memory of its own that the other ranks can map, and
 sends a descriptor of where it is; they read it there. A message would instead be copied into the kernel and out again,
 piece by piece. The other ranks receive the memory with the first note that mentions it.
 """
@@ -41,11 +41,7 @@ Failure = Callable[[], str]
 
 
 class Connection:
-    """The notes between this process and another.
-
-    Attributes:
-        files: file descriptors received with notes, by the first number of the note.
-    """
+    """The notes between this process and another."""
 
     __slots__ = ("_arrived", "_poll", "_socket", "files")
 
@@ -54,14 +50,11 @@ class Connection:
         connected.setblocking(False)
         self._poll.register(connected, select.POLLIN)
         self._arrived: dict[int, Descriptor] = {}  # by tag
-        self.files: dict[int, int] = {}
+        self.files: dict[int, int] = {}  # file descriptors received with notes, by the first number of the note
 
     def try_to_send(self, tag: int, note: Descriptor, file: int = -1) -> bool:
-        """Send a note if there is room, and return whether it was sent. ``file``: a descriptor; -1 for none.
-
-        Raises:
-            RuntimeError: the other process has ended.
-        """
+        """Send a note if there is room, and return whether it was sent. ``file``: a descriptor; -1 for none. Raises
+        RuntimeError if the other process has ended."""
         try:
             socket.send_fds(self._socket, [_FORMAT.pack(tag, *note)], [] if file < 0 else [file])
         except BlockingIOError:
@@ -71,11 +64,7 @@ class Connection:
         return True
 
     def wait(self, tag: int, limit: timedelta, failure: Failure) -> Descriptor:
-        """Wait for the note with this tag, and return it.
-
-        Raises:
-            RuntimeError: it did not arrive.
-        """
+        """Wait for the note with this tag, and return it. Raises RuntimeError if it did not arrive."""
         deadline = time.monotonic() + limit.total_seconds()
         while not (tag in self._arrived or (self.read() and tag in self._arrived)):
             left = deadline - time.monotonic()
@@ -87,11 +76,8 @@ class Connection:
         return self._arrived.pop(tag)
 
     def read(self) -> bool:
-        """Read the notes that have arrived, and return whether there were any.
-
-        Raises:
-            RuntimeError: there are none, and the other process has ended.
-        """
+        """Read the notes that have arrived, and return whether there were any. Raises RuntimeError if there are none,
+        and the other process has ended."""
         for count in range(1 << 30):
             try:
                 data, files, _, _ = socket.recv_fds(self._socket, _FORMAT.size, 1)
@@ -115,34 +101,8 @@ class Connection:
         self._socket.close()
 
 
-class Listener:
-    """Where the other ranks find this process, until all of them have connected.
-
-    Attributes:
-        number: the secret part of its address: whoever has it is on this machine and was told.
-    """
-
-    __slots__ = ("_listener", "number")
-
-    def __init__(self) -> None:
-        self.number = secrets.randbits(62)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(_address(self.number))
-        self._listener.listen(128)
-
-    def accept(self, limit: timedelta) -> tuple[int, Connection]:
-        """Return the next rank that calls ``connect``, and the connection. Raises OSError."""
-        self._listener.settimeout(limit.total_seconds())
-        connected, _ = self._listener.accept()
-        connected.settimeout(limit.total_seconds())
-        return int.from_bytes(connected.recv(8), "little"), Connection(connected)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 def connect(number: int, rank: int) -> Connection:
-    """Connect, as ``rank``, to the listener with this number. Raises OSError if it is not on this machine."""
+    """Connect, as ``rank``, to the rank with this number. Raises OSError if it is not on this machine."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.connect(_address(number))
@@ -169,18 +129,9 @@ _PAGE = mmap.PAGESIZE
 _PAGE_TAG = 0  # tag of the first notes; tags of collectives are larger
 _ROOM_PERIOD = 1e-3  # seconds between checks whether there is room for a note
 
-Sent = tuple[int, torch.Tensor]
-"""A rank, and what to send to it."""
-
 
 class _Mapped:
-    """One piece of shared memory, this rank's or another's.
-
-    Attributes:
-        bytes: all of it; ``words``: its beginning, as integers.
-        file: its descriptor until all other ranks have it, then -1.
-        number: the number of the collective that used it last.
-    """
+    """One piece of shared memory, this rank's or another's."""
 
     __slots__ = ("__weakref__", "bytes", "file", "number", "words")
 
@@ -188,8 +139,9 @@ class _Mapped:
         memory = mmap.mmap(file, os.fstat(file).st_size)
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.words = memoryview(memory)[:_PAGE].cast("q")
-        self.file, self.number = file, 0
+        self.words = memoryview(memory)[:_PAGE].cast("q")  # its beginning, as integers
+        self.file = file  # its descriptor until all other ranks have it, then -1
+        self.number = 0  # of the collective that used it last
 
     @staticmethod
     def new(nbytes: int) -> _Mapped:
@@ -217,7 +169,11 @@ class SharedMemory:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._others = rank, [other for other in range(size) if other != rank]
-        self._door: Listener | None = Listener()
+        # By this number the other ranks find this one: whoever has it is on this machine and was told.
+        self.introduction = secrets.randbits(62)
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # until all of them have connected
+        self._door.bind(_address(self.introduction))
+        self._door.listen(128)
         self._channels: dict[int, Connection] = {}
         self._page = _Mapped.new(_PAGE)  # publishes the number up to which all collectives are ended
         self._own: dict[int, _Mapped] = {}
@@ -228,19 +184,6 @@ class SharedMemory:
         self._fence = threading.Lock()
 
     # ---- Setup, in this order
-
-    @staticmethod
-    def of_this_rank(rank: int, size: int) -> SharedMemory | None:
-        """Return ``None`` if the system has no such memory."""
-        with suppress(OSError, AttributeError):
-            return SharedMemory(rank, size)
-        return None
-
-    @property
-    def introduction(self) -> int:
-        """The number by which the other ranks find this one."""
-        assert self._door is not None
-        return self._door.number
 
     def connect_to(self, introductions: Iterable[tuple[int, int]]) -> bool:
         """Connect to all lower ranks, by the numbers they gave. Returns whether all ranks are on this host."""
@@ -253,20 +196,17 @@ class SharedMemory:
         return False
 
     def begin(self, limit: timedelta, failure: Failure) -> None:
-        """Accept the connections of all higher ranks, and exchange pages.
-
-        Raises:
-            RuntimeError: the process of another rank has ended.
-        """
-        assert self._door is not None
+        """Accept the connections of all higher ranks, and exchange pages. Raises RuntimeError if one has ended."""
         try:
+            self._door.settimeout(limit.total_seconds())
             while len(self._channels) < len(self._others):
-                rank, channel = self._door.accept(limit)
-                self._channels[rank] = channel
+                connected, _ = self._door.accept()
+                connected.settimeout(limit.total_seconds())
+                rank = int.from_bytes(connected.recv(8), "little")
+                self._channels[rank] = Connection(connected)
         except OSError as error:
             raise PartnerGone(f"the process of another rank has ended: {error}") from error
         self._door.close()
-        self._door = None
         for channel in self._channels.values():
             channel.try_to_send(_PAGE_TAG, (0, 0, 0), self._page.file)
         for channel in self._channels.values():
@@ -276,12 +216,11 @@ class SharedMemory:
 
     # ---- Collectives
 
-    def put(self, number: int, tag: int, sent: Sequence[Sent], limit: timedelta, failure: Failure) -> None:
+    def put(
+        self, number: int, tag: int, sent: Sequence[tuple[int, torch.Tensor]], limit: timedelta, failure: Failure
+    ) -> None:
         """Let each rank read what is sent to it in collective ``number``, from now on. ``tag``: the tag of the notes.
-
-        Raises:
-            RuntimeError: one of the processes has ended.
-        """
+        Raises RuntimeError if one of the processes has ended."""
         places: dict[tuple[int, int], int] = {}
         nbytes = 0
         for _, item in sent:

@@ -20,7 +20,6 @@ else:
             "captured_group": "VersionsBefore captured_leaves",
             "captured_shards": "CapturedShard",
             "compiling": "compile",
-            "graph_agreement": "",
             "graph_mode": "can_capture enter leave",
         },
     )

@@ -32,49 +32,34 @@ Placed = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
 
 
 class GraphPlan(NamedTuple):
-    """What a graph does for one module of a group, in plain constants.
+    """What a graph does for one module of a group, in plain constants."""
 
-    Attributes:
-        numbers: the ``plan_id`` of each flat parameter.
-        reshards: whether the gather is repeated in backward.
-        input_dtype, output_dtype: the dtypes that inputs and outputs are cast to; ``None``: no cast.
-        slots: where parameters are shown.
-        others: indexes of the group's other modules.
-        gathered: for each flat parameter, whether its parameters are in memory of their own.
-    """
-
-    numbers: tuple[int, ...]
-    reshards: bool
+    numbers: tuple[int, ...]  # the ``plan_id`` of each flat parameter
+    reshards: bool  # whether the gather is repeated in backward
+    # The dtypes that inputs and outputs are cast to; ``None``: no cast.
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
-    slots: Slots
-    others: tuple[int, ...]
-    gathered: tuple[bool, ...]
+    slots: Slots  # where parameters are shown
+    others: tuple[int, ...]  # indexes of the group's other modules
+    gathered: tuple[bool, ...]  # for each flat parameter, whether its parameters are in memory of their own
 
 
 _plans: dict[tuple[GraphPlan, ...], str] = {}  # the key of each
 
 
 class CapturedGroup:
-    """One group, as graphs see it.
-
-    Attributes:
-        key: names the plans, one for each module.
-        inputs: the inputs of graphs, by flat parameter.
-        held: in a group of several modules, the parameters that the first module has gathered for the others; only set
-            during a capture.
-        pending: in a group of several modules, the indexes of those that have yet to run; only set during a capture.
-        shards: the leaves, by flat parameter.
-        placed: by flat parameter, the arguments of ``DTensor.from_local`` for each parameter that tensor parallelism
-            has cut, and ``None`` for the others; empty if it has cut none.
-    """
+    """One group, as graphs see it."""
 
     def __init__(self, state: _FSDPState, note: Callable[[torch.Tensor], None]) -> None:
         """``note`` is called when a graph has delivered a gradient."""
-        self.shards: list[CapturedShard] = []
-        self.inputs: tuple[GraphInputs, ...] = ()
-        self.key = ""
+        self.shards: list[CapturedShard] = []  # the leaves, by flat parameter
+        self.inputs: tuple[GraphInputs, ...] = ()  # of graphs, by flat parameter
+        self.key = ""  # names the plans, one for each module
+        # By flat parameter, the arguments of ``DTensor.from_local`` for each parameter that tensor parallelism has cut,
+        # and ``None`` for the others; empty if it has cut none.
         self.placed: tuple[tuple[Placed | None, ...], ...] = ()
+        # In a group of several modules, during a capture: the parameters that the first module has gathered for the
+        # others, and the indexes of those that have yet to run.
         self.held: Any = None
         self.pending: tuple[int, ...] = ()
         self._slots = [_slots_below(module, state) for module in state.live_modules()]
@@ -93,18 +78,13 @@ class CapturedGroup:
         if state is None:
             return
         handles = state._handles
+        shards = [id(handle.shard) for handle in handles]
         flags = [handle.unsharded.flags for handle in handles]
-        present = (
-            state.options,
-            state.position,
-            [handle.mesh for handle in handles],
-            [*map(_identity, handles)],
-            flags,
-        )
+        present = (state.options, state.position, [handle.mesh for handle in handles], shards, flags)
         if present == self._followed:
             return
         self._followed = present
-        has_same_shards = [id(shard.shard) for shard in self.shards] == [*map(_identity, handles)]
+        has_same_shards = [id(shard.shard) for shard in self.shards] == shards
         if not has_same_shards:
             self._plans = []
         plan = next((item for item in self._plans if item[0] == present), None)  # accumulation alternates between two
@@ -166,7 +146,6 @@ class CapturedGroup:
         return has_added, is_due
 
     def drop(self) -> None:
-        """Discard the gradients that graphs have delivered."""
         for shard in self.shards:
             shard.drop()
 
@@ -182,10 +161,6 @@ def _placed(spec: DTensorSpec | None) -> Placed | None:
         return None
     assert spec.tensor_meta is not None
     return spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride
-
-
-def _identity(handle: FlatParamHandle) -> int:
-    return id(handle.shard)
 
 
 def graph_plan_of(key: str, index: int) -> GraphPlan:
@@ -249,7 +224,6 @@ class VersionsBefore:
                 )
 
     def check_backward(self) -> None:
-        """Raise if parameters have changed since."""
         for ref, versions in self._before:
             state = ref()
             if state is not None:

@@ -34,7 +34,6 @@ from ..._torch import (
     define_operations,
     foreach_copy_,
     functional_collectives,
-    group_name_of,
     lower_as_collective,
     register_work,
     was_written_in_graph,
@@ -64,8 +63,8 @@ def route_of(transport: Transport, label: Label) -> str:
     """The route by which an operator finds the ranks, and how tensors move between them; the same on every rank of the
     process group, and in every run of a program."""
     if type(transport) is Transport:
-        return group_name_of(transport.group)
-    route = f"{_OURS}{transport.name} of {group_name_of(transport.group)}: {label.text}"
+        return transport.group.group_name
+    route = f"{_OURS}{transport.name} of {transport.group.group_name}: {label.text}"
     _routes[route], _labels[route] = transport, label
     return route
 
@@ -190,43 +189,34 @@ def _lower() -> None:
 class GradientForm(Enum):
     """Which form of a gradient arrives when the backward of a graph has run."""
 
-    REDUCED = "this rank's part of the average"
-    SCATTERED = "this rank's part of the average over the shard group; that over the replicas is yet to come"
+    REDUCED = "this rank's shard of the average"
+    SCATTERED = "this rank's shard of the average over the shard group; that over the replicas is yet to come"
     WHOLE = "the whole gradient of this rank, not reduced"
     NOTHING = "nothing: no parameter requires grad"
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Everything that the operators of one flat parameter depend on. Equal plans make equal graphs.
+    """Everything that the operators of one flat parameter depend on. Equal plans make equal graphs."""
 
-    Attributes:
-        route, replica_route: how shards move, and how gradients are averaged over replicas; ``None``: not at all.
-        world_size: the size of the shard group.
-        shard_dtype, dtype: the dtype of the shard, and the compute dtype.
-        reduce_dtype, gradient_dtype: the dtype to reduce in, and that of the reduced gradient.
-        sizes: the sizes of the flat parameter's pieces, parameters and padding, in order.
-        params: the piece and the shape of each parameter.
-        flags: which of them require grad.
-        arrives: the form of gradient that a backward delivers.
-        before, is_average: the divisor of gradients before they are reduced, and whether the collective averages.
-        rounds: the transport may gather other bits, and casts by itself.
-    """
-
+    # How shards move, and how gradients are averaged over replicas; ``None``: not at all.
     route: str | None
     replica_route: str | None
-    world_size: int
+    world_size: int  # the size of the shard group
+    # The dtype of the shard, and the compute dtype.
     shard_dtype: torch.dtype
     dtype: torch.dtype
+    # The dtype to reduce in, and that of the reduced gradient.
     reduce_dtype: torch.dtype
     gradient_dtype: torch.dtype
-    sizes: tuple[int, ...]
-    params: tuple[tuple[int, tuple[int, ...]], ...]
-    flags: tuple[bool, ...]
-    arrives: GradientForm
+    sizes: tuple[int, ...]  # the sizes of the flat parameter's pieces, parameters and padding, in order
+    params: tuple[tuple[int, tuple[int, ...]], ...]  # the piece and the shape of each parameter
+    flags: tuple[bool, ...]  # which of them require grad
+    arrives: GradientForm  # the form of gradient that a backward delivers
+    # The divisor of gradients before they are reduced, and whether the collective averages.
     before: float
     is_average: bool
-    rounds: bool
+    rounds: bool  # the transport may gather other bits, and casts by itself
 
     @property
     def needs_grad_leaf(self) -> bool:
@@ -354,13 +344,8 @@ class GraphInputs(NamedTuple):
 
 
 class CapturedShard:
-    """The leaves of one flat parameter in graphs, and the gradients that arrive at them; lives as long as the shard.
-
-    Attributes:
-        shard: the shard, whose memory and version counter the leaves share.
-        flat: the plan of the next graphs.
-        inputs: the inputs of these graphs.
-    """
+    """The leaves of one flat parameter in graphs, and the gradients that arrive at them; lives as long as the shard,
+    whose memory and version counter the leaves share. ``flat`` is the plan of the next graphs, with ``inputs``."""
 
     __slots__ = ("_device", "_frozen", "_note", "_places", "_unused_mask", "flat", "inputs", "shard")
 
@@ -379,7 +364,6 @@ class CapturedShard:
         self.follow(flat)
 
     def follow(self, flat: GatherPlan) -> None:
-        """Use the plan ``flat`` for the next graphs."""
         self.flat = flat
         if flat.arrives is GradientForm.NOTHING:
             self.inputs = self._frozen
@@ -393,7 +377,6 @@ class CapturedShard:
             self.inputs = GraphInputs(place, None, self._unused_mask)
 
     def _place_for(self, flat: GatherPlan) -> nn.Parameter:
-        """The place to which autograd delivers the gradient."""
         with torch.inference_mode(False):
             if flat.needs_grad_leaf:  # one element, whatever its length
                 numel = sum(flat.sizes) if flat.arrives is GradientForm.WHOLE else self.shard.numel()
@@ -405,7 +388,6 @@ class CapturedShard:
         return place
 
     def places(self) -> list[nn.Parameter]:
-        """The leaves at which gradients arrive."""
         return [*self._places.values()]
 
     def has_grad(self) -> bool:
@@ -413,13 +395,12 @@ class CapturedShard:
         return any([place.grad is not None for place in self._places.values()])
 
     def drop(self) -> None:
-        """Drop the gradients that graphs have delivered."""
         for tensor in (*self._places.values(), self._unused_mask):
             tensor.grad = None
 
     def take(self) -> tuple[list[tuple[GradientForm, torch.Tensor]], list[bool]]:
-        """Take the gradients that graphs have delivered, by form, and report which parameters have a part of them, as
-        far as the graphs tell."""
+        """Take the gradients that graphs have delivered, by form, and report which parameters they are for, as far as
+        the graphs tell."""
         arrived = []
         for arrives, place in self._places.items():
             if place.grad is not None:
@@ -475,11 +456,8 @@ def captured_flat(handle: FlatParamHandle, is_synced: bool, averages: bool, opti
 
 def deliver_gradients(handle: FlatParamHandle, shard: CapturedShard) -> tuple[bool, bool]:
     """Move the gradients that compiled graphs produced to where eager backward puts them. No reduction of the handle is
-    in flight.
-
-    Returns:
-        Whether older or accumulated gradients have changed; and whether something still has to be reduced.
-    """
+    in flight. Returns whether older or accumulated gradients have changed, and whether something is yet to be
+    reduced."""
     arrived, told = shard.take()
     has_added = is_due = False
     for arrives, grad in arrived:
@@ -501,18 +479,14 @@ def deliver_gradients(handle: FlatParamHandle, shard: CapturedShard) -> tuple[bo
                 kept = [view if is_one else None for view, is_one in zip(views, used, strict=True)]
                 accumulate_gradients(handle, kept)
             elif arrives is GradientForm.SCATTERED:
-                _bring_scattered(handle, grad)
+                accumulation = handle.pending_gradients.accumulation
+                earlier = None if accumulation is None else accumulation.scattered
+                kept_dtype = torch.promote_types(grad.dtype, handle.gradient.dtype)
+                keep_scattered(handle, add_scattered(grad, earlier, kept_dtype))
             else:
                 has_added |= _bring_reduced(handle, grad)
         is_due |= arrives is not GradientForm.REDUCED
     return has_added or is_due, is_due
-
-
-def _bring_scattered(handle: FlatParamHandle, grad: torch.Tensor) -> None:
-    accumulation = handle.pending_gradients.accumulation
-    earlier = None if accumulation is None else accumulation.scattered
-    kept_dtype = torch.promote_types(grad.dtype, handle.gradient.dtype)
-    keep_scattered(handle, add_scattered(grad, earlier, kept_dtype))
 
 
 def _bring_reduced(handle: FlatParamHandle, grad: torch.Tensor) -> bool:

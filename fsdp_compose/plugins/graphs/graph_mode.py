@@ -11,7 +11,9 @@ Dynamo traces ``enter`` and ``leave``. They read a ``GraphPlan``, which plain Py
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -19,16 +21,19 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ..._torch import allow_in_graph, change_modules_while_traced, mark_constant
+from ..._torch import (
+    call_after_compilation,
+    change_modules_while_traced,
+    mark_constant,
+    tracing_attempt,
+)
+from ...core.comm import first_difference, meet
 from ...core.group import SHARDED_PARAMS, _FSDPState, caches_parameters, never_traced, state_of_hooked
 from ...core.runtime.backward import begin_backward
 from ...core.runtime.inputs_outputs import cast, map_tensors, prepare_inputs
 from ...errors import MisuseRuntimeError
-from .captured_group import CAPTURED, CapturedGroup, graph_plan_of, hold, is_capturable
-from .captured_shards import GraphInputs, gather_captured, refuse_written
-from .graph_agreement import note_capture
-
-_Views = list[tuple[torch.Tensor, ...]]
+from .captured_group import CAPTURED, CapturedGroup, GraphPlan, VersionsBefore, graph_plan_of, hold, is_capturable
+from .captured_shards import GraphInputs, gather_captured, refuse_written, summary_of
 
 
 @mark_constant
@@ -48,8 +53,8 @@ def can_capture(module: nn.Module) -> bool:
     ):
         return False
     if state.persistent.captured is None:
-        allow_in_graph(gather_captured)
-        allow_in_graph(refuse_written)
+        torch.compiler.allow_in_graph(gather_captured)
+        torch.compiler.allow_in_graph(refuse_written)
         state.persistent.captured = CapturedGroup(state, functools.partial(_note_gradient, weakref.ref(state)))
     for one in state.live_modules():
         one.__dict__[CAPTURED] = state.persistent.captured
@@ -60,11 +65,6 @@ def can_capture(module: nn.Module) -> bool:
 def _plan(module: nn.Module, key: str) -> tuple[Any, ...]:
     """The ``GraphPlan`` for ``module``, as a plain tuple."""
     return (*graph_plan_of(key, _place(module)),)
-
-
-@mark_constant
-def _note(module: nn.Module, key: str) -> None:
-    note_capture(state_of_hooked(module), key, _place(module))
 
 
 def _place(module: nn.Module) -> int:
@@ -89,9 +89,9 @@ def _note_gradient(reference: weakref.ref[_FSDPState], place: torch.Tensor) -> N
 
 
 def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The part of a graph before a forward of ``module``."""
+    """What a graph does before a forward of ``module``."""
     group = module.__dict__[CAPTURED]
-    _note(module, group.key)
+    _note_capture(module, group.key)
     numbers, reshards, input_dtype, _, slots, others, _ = _plan(module, group.key)
     views = group.held
     if views is None:
@@ -107,7 +107,7 @@ def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def leave(module: nn.Module, output: Any) -> Any:
-    """The part of a graph after a forward of ``module``."""
+    """What a graph does after a forward of ``module``."""
     group = module.__dict__[CAPTURED]
     _, _, _, output_dtype, slots, _, gathered = _plan(module, group.key)
     if group.held is not None and not group.pending:
@@ -144,7 +144,7 @@ def _place_views(views: tuple[torch.Tensor, ...], placed: Any) -> tuple[torch.Te
     return tuple(found)
 
 
-def _show(module: nn.Module, slots: Any, views: _Views) -> None:
+def _show(module: nn.Module, slots: Any, views: list[tuple[torch.Tensor, ...]]) -> None:
     for path, entries in slots:
         target = _below(module, path)
         shown = dict(target.__dict__["_parameters"])
@@ -163,3 +163,86 @@ def _below(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
     for name in path:
         module = getattr(module, name)
     return module
+
+
+# ---- Captured collectives are compared when a newly compiled graph has others than before, before it runs.
+#
+# The collectives of graphs are not in the order that is exchanged at the end of a backward. Ranks with different graphs
+# would wait for each other in different collectives, so they compare their graphs first. Graphs that differ only in
+# shapes are not compared, because ranks may compile those at different times.
+
+
+# A traced forward: the group, the key of its plans, the module's index in the group, and whether gradients are needed.
+_Traced = tuple[_FSDPState, str, int, bool]
+_capture: tuple[object, list[_Traced]] = (None, [])  # Dynamo's latest attempt to trace a frame, if any; what is in it
+
+
+@mark_constant
+def _note_capture(module: nn.Module, key: str) -> None:
+    """Called while Dynamo traces a forward of ``module``."""
+    global _capture
+    state, attempt = state_of_hooked(module), tracing_attempt()
+    if _capture[0] is not attempt:  # Dynamo starts a new attempt after each graph break
+        _capture = attempt, []
+        call_after_compilation(_compare)
+    root = state.root
+    if root is not None:
+        versions = root.forward.record.captured
+        if not isinstance(versions, VersionsBefore):
+            versions = VersionsBefore(())
+            root.forward.record.captured = versions
+        versions.add(state)
+    _capture[1].append((state, key, _place(module), torch.is_grad_enabled()))
+
+
+def _compare() -> None:
+    """Raise, on every rank, if ranks have captured different collectives. Also raise if only some modules of a group
+    were traced."""
+    global _capture
+    (_, traced), _capture = _capture, (None, [])
+    if not traced:
+        return
+    _check_complete(traced)
+    root = traced[0][0].root
+    if root is None or not root.mesh.has_peers or root.mesh.is_simulated:
+        return
+    lines = [_line(state, graph_plan_of(key, index), has_grad) for state, key, index, has_grad in traced]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if digest in root.compared_graphs:
+        return
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        difference = first_difference(ours.split("\n"), theirs.split("\n"))
+        assert difference is not None, "digests differ"
+        number, a, b = difference
+        return (
+            f"torch.compile: the ranks have captured graphs with different collectives: group {number} is {a} on rank "
+            f"0 and {b} on rank {rank}. They would wait for each other, so none was run. Make forward take the same "
+            "path through the fully_shard'ed modules on every rank"
+        )
+
+    meet(root.mesh.peers, "comparing captured graphs", digest, lambda _: "", "\n".join(lines), explain)
+    root.compared_graphs.add(digest)
+
+
+def _check_complete(traced: list[_Traced]) -> None:
+    counts: dict[_FSDPState, Counter[int]] = {}
+    for state, _, index, _ in traced:
+        counts.setdefault(state, Counter())[index] += 1
+    for state, found in counts.items():
+        modules = state.live_modules()
+        if len({found[index] for index in range(len(modules))}) > 1:
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise MisuseRuntimeError(
+                f"torch.compile: a graph runs only some of the modules of the fully_shard group {state.name} ({names}),"
+                " or runs some more often than others; the parameters gathered for them could not be freed. Call "
+                "fully_shard() separately for modules that do not always run together"
+            )
+
+
+def _line(state: _FSDPState, plan: GraphPlan, has_grad: bool) -> str:
+    what = "; ".join(summary_of(number) for number in plan.numbers)
+    return (
+        f"{state.name} ({what}{', gathered again in backward' if plan.reshards and has_grad else ''}"
+        f"{'' if has_grad else ', without gradients'})"
+    )

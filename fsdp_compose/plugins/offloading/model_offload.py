@@ -21,7 +21,7 @@ from ..._arguments import checked
 from ..._torch import is_wrapper, memory_exchange, refuse_access
 from ...core.comm import forget_for, kept_for, known_for
 from ...core.flat import FlatParamHandle, host_memory, local_of
-from ...core.group import _FSDPState, _get_fsdp_states, is_sleeping, put_to_sleep, refuse_sleeping, sleeping_error, wake
+from ...core.group import _FSDPState, _get_fsdp_states, put_to_sleep, wake
 from ...core.ragged.ops.operands import tensors_in
 from ...errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..parameter_classes import inner_tensors
@@ -64,7 +64,7 @@ def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory
         _free_gathered(state)
     device = handles[0].mesh.device if handles else torch.device("cpu")
     moved = [handle for handle in handles if not handle.was_moved()]
-    sleeping = _Sleeping(states, moved, optimizers, sleeping_error(states[0].name))
+    sleeping = _Sleeping(states, moved, optimizers, states[0].sleeping_error)
     sleeping.go(_storages(module, handles, optimizers, device), device, pin_memory and device.type != "cpu")
     put_to_sleep(states)
     kept_for(module, _Sleeping, lambda: sleeping)
@@ -114,7 +114,7 @@ def _checked(module: Any, optimizer: Any, caller: str) -> list[Optimizer]:
 
 
 def _refuse_unless_idle(state: _FSDPState) -> None:
-    if is_sleeping(state):
+    if state.persistent.is_asleep:
         raise MisuseRuntimeError(
             f"offload_model(): the fully_shard group {state.name} is already offloaded: call onload_model() first"
         )
@@ -147,7 +147,7 @@ def _free_gathered(state: _FSDPState) -> None:
         handle.gradient.release_if_dropped()
         if root is not None:
             root.communicator.wait(handle)
-        handle.unsharded.drop_part()
+        handle.unsharded.drop_post_forward()
         if handle.unsharded.is_allocated and not handle.unsharded.never_freed and not handle.unsharded.is_meta:
             handle.unsharded.free()
 
@@ -256,7 +256,8 @@ class _Sleeping:
         return [state for reference in self._states if (state := reference()) is not None]
 
     def _refuse_step(self, *_: Any) -> None:
-        refuse_sleeping(self._live_states())
+        for state in self._live_states():
+            state.refuse_sleeping()
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

@@ -25,53 +25,34 @@ from ...core.runtime.agreement import raise_different_order
 from ...core.runtime.group_ops import reduce
 
 _HEAD = struct.Struct("<IIB3x")
-_NUM_MARKS = 4  # per group
 _MOST = (1 << 32) - 1
 _SEVERAL_FAILED = -1  # instead of the number of a rank
 
 
 class Marks(NamedTuple):
-    """Facts about each group, by index, as one rank sends them or as the maximum over all ranks.
+    """Facts about each group, by index, as one rank sends them or as the maximum over all ranks."""
 
-    Attributes:
-        requested: a rank needs the group, and others may not.
-        missing: all ranks need the group at this point, and a rank does not have it gathered.
-        pending: its backward is running, or is still to come in the running backward.
-        ready: its gradients are ready to be reduced.
-    """
-
-    requested: Sequence[int]
-    missing: Sequence[int]
-    pending: Sequence[int]
-    ready: Sequence[int]
+    requested: Sequence[int]  # a rank needs the group, and others may not
+    missing: Sequence[int]  # all ranks need the group at this point, and a rank does not have it gathered
+    pending: Sequence[int]  # its backward is running, or is still to come in the running backward
+    ready: Sequence[int]  # its gradients are ready to be reduced
 
 
 class SkipProtocol:
-    """The rounds of one root.
-
-    Attributes:
-        served: groups that were gathered on this rank only because another rank requested them.
-        old: groups that have stayed gathered since before this forward; they must be gathered again before use.
-        ready: groups whose gradients are ready, on this rank, to be reduced.
-        live: forwards in which this rank has run an optional group and whose graph is alive.
-        is_on: rounds are made; false only in a backward in which no rank can reach an optional group.
-        is_over: another root with optional groups makes rounds in this backward now: no group may be requested here.
-        last_number: number of the latest forward that the backward has reached.
-        has_failed: a round has raised on all ranks, or this rank has announced its failure.
-        count: number of rounds made.
-        marks: after a round, the marks of all ranks together.
-    """
+    """The rounds of one root."""
 
     def __init__(self, num_groups: int, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._view = memoryview(bytearray(_HEAD.size + _NUM_MARKS * num_groups))
+        self._view = memoryview(bytearray(_HEAD.size + len(Marks._fields) * num_groups))
         carrier.make_room(len(self._view))
         starts = range(_HEAD.size, len(self._view), num_groups)
+        # After a round, those of all ranks together.
         self.marks = Marks(*(self._view[start : start + num_groups] for start in starts))
-        self.count = 0
+        self.count = 0  # of rounds made
+        # Forwards in which this rank has run an optional group and whose graph is alive.
         self.live: weakref.WeakSet[HookedUse] = weakref.WeakSet()
-        self.served: list[int] = []
-        self.old: set[int] = set()
+        self.served: list[int] = []  # groups gathered on this rank only because another rank requested them
+        self.old: set[int] = set()  # groups gathered since before this forward: to be gathered again before use
         self.reset()
 
     def reset(self) -> None:
@@ -82,18 +63,18 @@ class SkipProtocol:
 
     def reset_backward(self) -> None:
         """Forget the backward that was going on, or has ended; a forward may go on."""
-        self.ready: set[int] = set()
-        self.is_on, self.is_over, self.has_failed, self.last_number = True, False, False, 0
+        self.ready: set[int] = set()  # groups whose gradients are ready, on this rank, to be reduced
+        self.is_on = True  # rounds are made; false only in a backward in which no rank can reach an optional group
+        # Another root with optional groups makes rounds in this backward now: no group may be requested here.
+        self.is_over = False
+        self.has_failed = False  # a round has raised on all ranks, or this rank has announced its failure
+        self.last_number = 0  # of the latest forward that the backward has reached
 
     # ---- Sync points and requests
 
     def sync_point(self, root: Root, place: Entry, needed: Sequence[_FSDPState] = ()) -> None:
-        """Serve the other ranks until all are at this place. Then gather the groups that all
-        need.
-
-        Raises:
-            RuntimeError: on every rank, if ranks are at different points, if one has failed, or if one did not come.
-        """
+        """Serve the other ranks until all are at this place. Then gather the groups that all need. Raises RuntimeError
+        on every rank, if ranks are at different points, if one has failed, or if one did not come."""
         if self.is_on:
             while self._make_round(root, place, needed=needed):
                 pass

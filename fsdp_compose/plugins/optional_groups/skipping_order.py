@@ -67,22 +67,16 @@ from .skip_protocol import SkipProtocol
 
 
 class SkippingOrder(FixedOrder):
-    """The scheduler of a root with optional groups.
-
-    Attributes:
-        protocol: the messages by which ranks agree.
-        enclosing_groups: for the index of each optional group, the index of its enclosing group: the nearest one around
-            it that is not optional.
-        running: indexes of non-optional groups whose forwards are running, innermost last.
-    """
+    """The scheduler of a root with optional groups."""
 
     skips = True
     is_capturable = False
 
     def __init__(self, enclosing_groups: dict[int, int], num_groups: int, carrier: Carrier) -> None:
         self.protocol = SkipProtocol(num_groups, carrier)
+        # For the index of each optional group, that of the nearest group around it that is not optional.
         self.enclosing_groups = enclosing_groups
-        self.running: list[int] = []
+        self.running: list[int] = []  # indexes of other groups whose forwards are running, innermost last
 
     def reset(self) -> None:
         self.running.clear()
@@ -132,7 +126,9 @@ class SkippingOrder(FixedOrder):
             self._note_live(root, use)
             self.protocol.request_unshard(root, state)
             return
-        ahead = self._following_in_forward(root, state)
+        found: list[_FSDPState] = []
+        prefetch_forward(root, state, lambda _, other: found.append(other))
+        ahead = [other for other in found if not self._is_optional(other)]
         needed = [state, *ahead]
         # Some ranks may have these groups already, because a forward left something that cannot be hooked, or was
         # repeated. So they exchange which groups they miss, and all gather the groups that any rank misses.
@@ -195,20 +191,11 @@ class SkippingOrder(FixedOrder):
             if item is not None:
                 self.protocol.live.add(item)
 
-    def _following_in_forward(self, root: Root, state: _FSDPState) -> list[_FSDPState]:
-        """The groups that ``prefetch_forward`` would gather, but for optional ones."""
-        found: list[_FSDPState] = []
-        prefetch_forward(root, state, lambda _, other: found.append(other))
-        return [other for other in found if not self._is_optional(other)]
-
     # ---- Backward
 
     def begin_backward(self, root: Root) -> None:
-        """Find out whether some rank may reach an optional group in this backward.
-
-        Raises:
-            RuntimeError: another root makes rounds in the same backward, and may still request groups on some rank.
-        """
+        """Find out whether some rank may reach an optional group in this backward. Raises RuntimeError if another root
+        makes rounds in the same backward, and may still request groups on some rank."""
         protocol, others = self.protocol, _running_beside(root)
         for other, its_protocol in others:
             its_protocol.sync_point(other, OTHER_MODEL)
@@ -287,11 +274,8 @@ class SkippingOrder(FixedOrder):
     # ---- Explicit calls
 
     def unshard(self, root: Root, state: _FSDPState) -> None:
-        """Start the all-gathers of a group: by a request if it is optional, otherwise at a sync point.
-
-        Raises:
-            RuntimeError: the group is optional and no forward is running; or as ``SkipProtocol.sync_point`` does.
-        """
+        """Start the all-gathers of a group: by a request if it is optional, otherwise at a sync point. Raises
+        RuntimeError if the group is optional and no forward is running; or as ``SkipProtocol.sync_point`` does."""
         if self._is_optional(state):
             if not root.forward.depth and root.backward is None:
                 raise RuntimeError(
@@ -368,8 +352,9 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
         return
     for state in owners:
         if state.options.is_optional:
+            classes = ", ".join(type(module).__name__ for module in state.live_modules())
             raise ValueError(
-                f"the fully_shard group of {_class_of(state)} is optional, but its forward is the outermost one, which "
+                f"the fully_shard group of {classes} is optional, but its forward is the outermost one, which "
                 "every rank runs: call fully_shard(optional=True) on modules inside it"
             )
     problem = ""
@@ -379,7 +364,7 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
         name = name or "the root"
         if state.options.bucket_bytes is not None:
             problem = f"{name} is made by replicate(), whose buckets are reduced in the order of one rank"
-        elif state.options.reshards_partially() or state.mesh.part_transport is not None:  # it may be set to keep them
+        elif state.options.reshards_partially() or state.mesh.post_forward_transport is not None:  # may be set to
             problem = (
                 f"{name} keeps parts of its parameters (it was made with a number as reshard_after_forward), which "
                 "ranks that skip a group do not have: pass True or False"
@@ -416,7 +401,3 @@ def scheduler_of(states: Sequence[_FSDPState], carrier: Carrier | None) -> Sched
 
 def _modules_of(state: _FSDPState) -> set[nn.Module]:
     return {module for one in state.live_modules() for module in one.modules()}
-
-
-def _class_of(state: _FSDPState) -> str:
-    return ", ".join(type(module).__name__ for module in state.live_modules())

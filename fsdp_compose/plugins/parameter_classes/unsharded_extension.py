@@ -106,7 +106,7 @@ class ExtendedUnsharded(Unsharded):
         dtype: torch.dtype,
         label: Label,
     ) -> None:
-        self.dtype, self._shard, self.part, self.never_freed = dtype, shard, None, False
+        self.dtype, self._shard, self.post_forward, self.never_freed = dtype, shard, None, False
         self._codec, self._mesh, self._shard_mesh, self._label = codec, mesh, mesh.shard_mesh(), label
         self._num_padded = layout.flat_numel // layout.params[0].row_numel
         self._face: Any = None  # the sharded parameter

@@ -85,12 +85,12 @@ def _difference(replicas: Replicas, reductions: Sequence[str], device: torch.dev
     place, *own = [text if others_lack[place] else "" for text, place in zip(reductions, places, strict=True)]
     own, num_missing = [*filter(None, own)], sum(others_have) - sum(marks) - bool(place)
     more = f" and {len(own) - 3} more" if len(own) > 3 else ""
-    parts = [
+    differences = [
         f"another one is not at {place}" if place else "",
         f"another one lacks {'; '.join(own[:3])}{more}" if own else "",
         f"this group lacks {num_missing} that another one has" if num_missing > 0 else "",
     ]
-    return ", and ".join(filter(None, parts)) or "the same ones in another order, or more often"
+    return ", and ".join(filter(None, differences)) or "the same ones in another order, or more often"
 
 
 _DIGEST = 8

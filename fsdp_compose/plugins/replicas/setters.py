@@ -52,7 +52,11 @@ def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> 
     if mesh is not None:
         raise MisuseError("broadcast_replicas(mesh=...): the model is sharded already, and its groups have meshes")
     for state in states:
-        _refuse_running(state)
+        root = state.root
+        if state.progress.running_forwards or (root is not None and (root.forward.depth or root.backward is not None)):
+            raise MisuseRuntimeError(
+                f"broadcast_replicas(): a forward or backward of the fully_shard group {state.name} is running"
+            )
     handles = [handle for state in states for handle in state._handles if handle.mesh.replicate_group is not None]
     for handle in handles:
         if any(local_elements(sharded).is_meta for sharded in handle.sharded_params):
@@ -74,7 +78,7 @@ def set_replicas(module: nn.Module, replicas: Replicas | None) -> None:
     """Average gradients over replica groups in other jobs too, which may come and go.
 
     A replica group is a job of its own: its own launcher and default process group. Its ranks share the shards. In
-    backward each gradient is averaged over the group as usual; then ``replicas.average`` averages this rank's part over
+    backward each gradient is averaged over the group as usual; then ``replicas.average`` averages the shards over
     the groups, while backward goes on. ``None`` means the same in all groups: at the end of a backward they agree which
     parameters have a gradient, through ``replicas.maximum``. Groups that would reduce other gradients raise an error
     before the first average; groups that have reduced them in another order, before any is shown.
@@ -158,14 +162,6 @@ def _broadcast_unsharded(module: nn.Module, mesh: DeviceMesh | None) -> None:
                     dist.broadcast(as_transferable(moved), group=group, group_src=0)
                     if moved.data_ptr() != local.data_ptr():
                         local.copy_(moved)
-
-
-def _refuse_running(state: _FSDPState) -> None:
-    root = state.root
-    if state.progress.running_forwards or (root is not None and (root.forward.depth or root.backward is not None)):
-        raise MisuseRuntimeError(
-            f"broadcast_replicas(): a forward or backward of the fully_shard group {state.name} is running"
-        )
 
 
 def _meet(peers: dist.ProcessGroup, names: str) -> None:

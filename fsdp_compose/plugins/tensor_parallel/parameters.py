@@ -12,9 +12,9 @@ The plan uses the largest local tensors of any rank, so offsets and shard length
 place a gradient in any way; for the reduction it is placed like the parameter.
 
 Forward may see a parameter on a mesh that contains the data-parallel dimensions too (FSDP2's ``dp_mesh_dims``), where
-it is replicated. Then ``FORWARD_SPEC_ATTRIBUTE`` of the parameter tells it. What autograd leaves on those dimensions,
-replicas or terms of a sum, is averaged like any gradient. It may also see the plain local tensor (``PlainLocal``; see
-``annotations``).
+it is replicated. Then ``ParamAttribute.FORWARD_SPEC`` of the parameter tells it. What autograd leaves on those
+dimensions, replicas or terms of a sum, is averaged like any gradient. It may also see the plain local tensor
+(``PlainLocal``; see ``annotations``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..._torch import (
     waited,
 )
 from ...core.comm import Transport, TransportRole, check_beside, default_mesh, has_ranks_in_common
-from ...core.flat import FORWARD_SPEC_ATTRIBUTE, MESH_ATTRIBUTE, annotation_of, spec_of
+from ...core.flat import ParamAttribute, annotation_of, spec_of
 from ...core.flat.codecs import is_composite
 from ...core.flat.sharded_param import own_counter
 from ...core.ragged import RaggedDTensor, refuse_uneven_strides
@@ -79,7 +79,7 @@ def refuse_placement(fqn: str, param: torch.Tensor, mesh: DeviceMesh) -> None:
     if any(not item.is_replicate() and type(item) not in (Shard, StridedShard) for item in spec.placements):
         raise MisuseError(f"{what}{spec.mesh}: only Shard and Replicate are supported for tensor parallelism")
     refuse_uneven_strides(spec, f"{what}{spec.mesh}")
-    mesh = param.__dict__.get(MESH_ATTRIBUTE, mesh)
+    mesh = param.__dict__.get(ParamAttribute.MESH, mesh)
     try:
         if has_ranks_in_common(mesh, spec.mesh):
             _refuse_data_ranks(mesh, spec)
@@ -307,7 +307,7 @@ def _stored_and_shown(param: nn.Parameter) -> tuple[DTensorSpec | None, Shown]:
     if annotation is not None:
         return annotation.spec, None if annotation.spec is None else PlainLocal(annotation.terms)
     spec = spec_of(param)
-    return spec, param.__dict__.get(FORWARD_SPEC_ATTRIBUTE, spec)
+    return spec, param.__dict__.get(ParamAttribute.FORWARD_SPEC, spec)
 
 
 def _own_dims(spec: DTensorSpec | None, shown: Shown) -> list[int] | None:

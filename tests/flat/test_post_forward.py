@@ -35,7 +35,8 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def kept(model: nn.Module) -> list[bool]:
-    return [handle.unsharded.part.is_kept for block in model.blocks for handle in fully_shard.state(block)._handles]
+    handles = [handle for block in model.blocks for handle in fully_shard.state(block)._handles]
+    return [handle.unsharded.post_forward.is_kept for handle in handles]
 
 
 @pytest.mark.parametrize("is_flat", (False, True))
@@ -90,10 +91,10 @@ def test_what_stays_is_a_part_of_the_parameters():
     loss = gpt_loss(model, local_part(next(iter(batches(1)))))
     (handle,) = fully_shard.state(model.blocks[0])._handles
     assert handle.unsharded.memory.nbytes() == 0
-    part = handle.unsharded.part
-    assert part._memory.untyped_storage().nbytes() == part.nbytes == handle.layout.flat_numel // 2 * 2
+    kept = handle.unsharded.post_forward
+    assert kept._memory.untyped_storage().nbytes() == kept.nbytes == handle.layout.flat_numel // 2 * 2
     loss.backward()
-    assert part._memory.untyped_storage().nbytes() == part.nbytes == 0
+    assert kept._memory.untyped_storage().nbytes() == kept.nbytes == 0
 
 
 @distributed(world_size=4)
