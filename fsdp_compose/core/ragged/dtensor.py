@@ -1,9 +1,8 @@
 """``RaggedDTensor``, a ``DTensor`` sharded by a ``RaggedShard``: changes of layout, serialization, checkpoint hooks.
 
-Users, optimizers and checkpoints see a group's parameters as this class. Stock DTensor cannot carry a ``RaggedShard``:
-sharding propagation rebuilds even ``Shard`` placements, and silently gives wrong values. So no operation on a
-``RaggedDTensor`` passes one to stock code: the class owns its dispatch, and the table of handlers, which ``ops`` fills,
-decides. Nothing here knows about groups or training.
+Users, optimizers and checkpoints see a group's parameters as this class. No operation on one passes it to stock code,
+whose sharding propagation rebuilds even placements: the class owns its dispatch, and the table of handlers, which
+``ops`` fills, decides. Nothing here knows about groups or training.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import torch
 import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..._arguments import checked
 from ..._torch import is_wrapper, memory_exchange, refuse_access
@@ -64,8 +63,8 @@ def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory
         _free_gathered(state)
     device = handles[0].mesh.device if handles else torch.device("cpu")
     moved = [handle for handle in handles if not handle.was_moved()]
-    sleeping = _Sleeping(states, moved, optimizers, states[0].sleeping_error)
-    sleeping.go(_storages(module, handles, optimizers, device), device, pin_memory and device.type != "cpu")
+    storages = _storages(module, handles, optimizers, device)
+    sleeping = _Sleeping(states, moved, optimizers, storages, device, pin_memory and device.type != "cpu")
     put_to_sleep(states)
     kept_for(module, _Sleeping, lambda: sleeping)
 
@@ -204,24 +203,24 @@ class _Sleeping:
     """An offloaded model: its storages with their copies in host memory.
 
     Args:
-        states: the groups.
-        handles: the handles whose sharded parameters were not moved by the user.
-        optimizers: the optimizers, which must not step meanwhile.
-        error: the message for reads of offloaded tensors.
+        handles: those whose sharded parameters were not moved by the user.
+        optimizers: they must not step meanwhile.
+        pins: use page-locked memory.
     """
 
     def __init__(
-        self, states: list[_FSDPState], handles: list[FlatParamHandle], optimizers: list[Optimizer], error: str
+        self,
+        states: list[_FSDPState],
+        handles: list[FlatParamHandle],
+        optimizers: list[Optimizer],
+        storages: Sequence[torch.UntypedStorage],
+        device: torch.device,
+        pins: bool,
     ) -> None:
         # Weak references: states and handles refer to the module, for which this object is kept.
         self._states, self._handles = [*map(weakref.ref, states)], [*map(weakref.ref, handles)]
-        self.optimizers, self._error = optimizers, error
+        self.optimizers, self._device = optimizers, device
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        self._device = torch.device("cpu")
-        self._guards: list[RemovableHandle] = []
-
-    def go(self, storages: Sequence[torch.UntypedStorage], device: torch.device, pins: bool) -> None:
-        self._device = device
         for storage in storages:
             copied = host_memory(storage.nbytes(), torch.uint8, pins)
             copied.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), non_blocking=True)
@@ -230,9 +229,9 @@ class _Sleeping:
         self._synchronize()
         for storage, _ in self._moved:
             other = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-            refuse_access(other, self._error)  # if torch can
+            refuse_access(other, states[0].sleeping_error)  # if torch can
             memory_exchange(storage, other)()
-        self._guards = [item.register_step_pre_hook(self._refuse_step) for item in self.optimizers]
+        self._guards = [item.register_step_pre_hook(self._refuse_step) for item in optimizers]
 
     def end(self) -> None:
         read = []  # keeps host memory alive until the copies from it are complete
