@@ -101,7 +101,7 @@ class Int8(WireFormat):
         self.name = f"int8/{block}"
 
     def nbytes(self, numel: int) -> int:
-        return 4 * self._num_blocks(numel) + numel
+        return 4 * -(-numel // self._block) + numel
 
     def encode(self, source: torch.Tensor, packed: torch.Tensor) -> None:
         scratch = self._scratch(source)
@@ -135,9 +135,6 @@ class Int8(WireFormat):
     def _chunk(self, plain: torch.Tensor) -> int:
         return max(_CPU_CHUNK if plain.device.type == "cpu" else _DEVICE_CHUNK, self._block)
 
-    def _num_blocks(self, numel: int) -> int:
-        return -(-numel // self._block)
-
     def _chunks(
         self, plain: torch.Tensor, packed: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -145,7 +142,7 @@ class Int8(WireFormat):
         size, numel, found = self._block, plain.numel(), list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
         if not numel:
             return found
-        end = 4 * self._num_blocks(numel)
+        end = 4 * -(-numel // size)
         scales, elements = packed[:end].view(torch.float32), packed[end:].view(torch.int8)
         whole, step = numel // size, self._chunk(plain) // size
         for first in range(0, whole, step):

@@ -195,9 +195,8 @@ class TensorParallel:
 
     def place(self, index: int) -> str:
         """This rank's coordinates on these dimensions, as text: the same on ranks with the same elements."""
-        dims = [(mesh.mesh_dim_names or ())[dim] for mesh, dim in self.sharded_dims(index)]
-        ranks = [mesh.get_local_rank(dim) for mesh, dim in self.sharded_dims(index)]
-        return ",".join(f"{dim}={rank}" for dim, rank in zip(dims, ranks, strict=True))
+        dims = self.sharded_dims(index)
+        return ",".join([f"{(mesh.mesh_dim_names or ())[dim]}={mesh.get_local_rank(dim)}" for mesh, dim in dims])
 
     # ---- Parameters
 
