@@ -40,7 +40,7 @@ from report import column
 
 from fsdp_compose import Transport, TransportWrapper, fully_shard, set_transport
 from fsdp_compose.core.comm import Label, Work
-from fsdp_compose.plugins.transports.wire import Bfloat16, Int8, Wire, WireFormat
+from fsdp_compose.plugins.transports import Bfloat16, Int8, Wire, WireFormat
 
 FORMATS: dict[str, tuple[WireFormat | None, WireFormat | None]] = {
     "fp32": (None, None),

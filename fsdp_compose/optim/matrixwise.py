@@ -193,16 +193,14 @@ class Matrixwise(MatrixOptimizer):
         loss, gradients = begin_step(self, closure, self._plan_and_make, head, options)
         known = self._known
         try:
-            moved = [
-                _Moved(plan, numbers, gradients)
+            scatters = [
+                _gather(plan, numbers, gradients, self._wholes)
                 for plan, numbers in zip(known.plans, known.numbers, strict=True)
                 if any(id(member.param) in gradients for member in plan.members)
             ]
-            for item in moved:
-                item.gather(self._wholes)
             self._step_together(known)
-            for item in moved:
-                item.scatter()
+            for scatter in scatters:
+                scatter()
         finally:
             for whole in self._wholes.values():
                 whole.data, whole.grad = whole.new_zeros(()).expand(whole.shape), None  # without memory
@@ -562,57 +560,49 @@ def _known_of(key: object, groups: Sequence[dict[str, Any]]) -> _Known:
     return known
 
 
-class _Moved:
-    """The matrices of one plan during a step, if any of its parameters has a gradient."""
+def _gather(
+    plan: Plan, numbers: Sequence[int], gradients: Gradients, wholes: Mapping[_Number, nn.Parameter]
+) -> Callable[[], None]:
+    """Give this rank's matrices of one plan their elements and gradients. Return a function that writes the matrices to
+    the parameters of all ranks."""
+    params = [member.param for member in plan.members]
+    label, (bucket,) = plan.exchanges_of(bytes([id(param) in gradients for param in params]))
+    exchange, route, nothing = bucket.exchange, plan.route(label), torch.empty(0)
+    # One after the other, so that buffers for what moves exist once at a time.
+    values = exchange.gather([local_of(param).detach().reshape(-1) for param in params], route)()
+    grads = exchange.gather([gradients.get(id(param), nothing).reshape(-1) for param in params], route)()
+    stacks: list[tuple[Member | None, torch.Tensor]] = []  # what this rank owns; with the member, if that is cut
+    given: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for stack, whole, grad in zip(exchange.owned, values, grads, strict=True):
+        if not stack.numel:
+            stacks.append((None, whole))
+            continue
+        member = plan.members[stack.param]
+        is_cut = member.shape.spec is not None
+        if is_cut:
+            whole, grad = (gather_cut(member, item).contiguous() for item in (whole, grad))
+        stacks.append((member if is_cut else None, whole))
+        rows, cols = member.shape.rows, member.shape.cols
+        first = stack.start // (stack.rows * stack.cols) * (whole.numel() // (stack.count * rows * cols))
+        pairs = zip(whole.view(-1, rows, cols), grad.view(-1, rows, cols), strict=True)
+        for k, (view, its_gradient) in enumerate(pairs, first):
+            target = wholes[numbers[stack.param], k]
+            target.data, target.grad = view.view(target.shape), its_gradient.view(target.shape)
+            given.append((target, view))
 
-    def __init__(self, plan: Plan, numbers: Sequence[int], gradients: Gradients) -> None:
-        self._plan, self._numbers, self._gradients = plan, numbers, gradients
-        present = bytes([id(member.param) in gradients for member in plan.members])
-        label, (bucket,) = plan.exchanges_of(present)
-        self._exchange, self._route = bucket.exchange, plan.route(label)
-        self._stacks: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
-
-    def gather(self, wholes: Mapping[_Number, nn.Parameter]) -> None:
-        """Give this rank's matrices their elements and gradients."""
-        params = [member.param for member in self._plan.members]
-        # One after the other, so that buffers for what moves exist once at a time.
-        values = self._exchange.gather([local_of(param).detach().reshape(-1) for param in params], self._route)()
-        nothing = torch.empty(0)
-        own = [self._gradients.get(id(param), nothing).reshape(-1) for param in params]
-        gradients = self._exchange.gather(own, self._route)()
-        for stack, content, gradient in zip(self._exchange.owned, values, gradients, strict=True):
-            member = self._plan.members[stack.param]
-            whole, grad = content, gradient
-            if not stack.numel:
-                self._stacks.append((content, whole))
-                continue
-            if member.shape.spec is not None:
-                whole, grad = (gather_cut(member, item).contiguous() for item in (content, gradient))
-            self._stacks.append((content, whole))
-            rows, cols = member.shape.rows, member.shape.cols
-            first = stack.start // (stack.rows * stack.cols) * (whole.numel() // (stack.count * rows * cols))
-            pairs = zip(whole.view(-1, rows, cols), grad.view(-1, rows, cols), strict=True)
-            for k, (view, its_gradient) in enumerate(pairs, first):
-                target = wholes[self._numbers[stack.param], k]
-                target.data, target.grad = view.view(target.shape), its_gradient.view(target.shape)
-                self._given.append((target, view))
-
-    def scatter(self) -> None:
-        """Write the matrices to the parameters of all ranks."""
-        for target, view in self._given:
+    def scatter() -> None:
+        for target, view in given:
             if target.data_ptr() != view.data_ptr():  # the optimizer has assigned to ``.data``
                 view.copy_(target.view(view.shape))
-        results = []
-        for stack, (content, whole) in zip(self._exchange.owned, self._stacks, strict=True):
-            is_cut = whole is not content
-            results.append(own_cut(self._plan.members[stack.param], whole) if is_cut else content)
-        for i, start, result in self._exchange.scatter(results, self._route)():
-            local = local_of(self._plan.members[i].param).detach()
+        results = [whole if member is None else own_cut(member, whole) for member, whole in stacks]
+        for i, start, result in exchange.scatter(results, route)():
+            local = local_of(params[i]).detach()
             if local.numel() == result.numel():  # it may have any strides
                 local.copy_(result.view(local.shape))
             else:
                 local.view(-1)[start : start + result.numel()].copy_(result)
+
+    return scatter
 
 
 # ---- Checks, and stand-ins for parameters

@@ -39,7 +39,6 @@ from ..extension import (
 )
 from .matrices import (
     Bucket,
-    Exchange,
     Member,
     Plan,
     Stack,
@@ -423,24 +422,17 @@ def _ends_of(model: nn.Module) -> set[int]:
 def _temporary_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
     """The most bytes at a time: while a bucket is computed, the next one arrives, and results of the one before it
     return."""
-    size, most = plan.ns_dtype.itemsize, 0
-    for number, bucket in enumerate(buckets):
-        exchange = bucket.exchange
-        moving = exchange.num_sent + exchange.num_received
+    # By bucket; what moves, with nothing before the first bucket and after the last one.
+    moving = [0, *[bucket.exchange.num_sent + bucket.exchange.num_received for bucket in buckets], 0]
+    owned = [*[bucket.exchange.num_owned for bucket in buckets], 0]
+    updates = [*[sum([numel for _, _, numel in bucket.slices]) for bucket in buckets], 0]
+    most = updates[0] + moving[1] + owned[0]
+    for i, bucket in enumerate(buckets):
         # What the iterations take for one matrix, or for several small ones: its copy and result, products, workspace.
-        largest = max([_taken_together(plan, stack) for stack in exchange.owned], default=0)
-        before, after = buckets[number - 1] if number else None, [*buckets[number + 1 : number + 2]]
-        returning = 0 if before is None else before.exchange.num_sent + before.exchange.num_received
-        coming = sum([_in_flight(item.exchange) for item in after])
-        updates = sum([numel for item in after for _, _, numel in item.slices])
-        most = max(most, exchange.num_owned + coming + max(returning + max(updates, 5 * largest), moving))
-    for first in buckets[:1]:
-        most = max(most, sum([numel for _, _, numel in first.slices]) + _in_flight(first.exchange))
-    return size * most
-
-
-def _in_flight(exchange: Exchange) -> int:
-    return exchange.num_sent + exchange.num_received + exchange.num_owned
+        largest = max([_taken_together(plan, stack) for stack in bucket.exchange.owned], default=0)
+        before, here, coming = moving[i], moving[i + 1], moving[i + 2] + owned[i + 1]
+        most = max(most, owned[i] + coming + max(before + max(updates[i + 1], 5 * largest), here))
+    return plan.ns_dtype.itemsize * most
 
 
 def _taken_together(plan: Plan, stack: Stack) -> int:

@@ -32,7 +32,7 @@ from fsdp_compose.core.flat.shard_storage import host_copies
 from fsdp_compose.core.group.registry import _get_fsdp_handles
 from fsdp_compose.core.runtime import untracked_writes
 from fsdp_compose.optim import Muon, muon_groups
-from fsdp_compose.plugins.transports.wire import Int8, Wire
+from fsdp_compose.plugins.transports import Int8, Wire
 from tests.harness import distributed, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import local_part, sgd

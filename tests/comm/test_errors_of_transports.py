@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import RankLostError, set_transport, set_wire_formats
 from fsdp_compose.core.comm.transport import TransportRole, TransportWrapper
-from fsdp_compose.plugins.transports.wire import Bfloat16
+from fsdp_compose.plugins.transports import Bfloat16
 from tests.harness import distributed
 from tests.models import Stack, rows, shard_layers
 from tests.training import mean_square

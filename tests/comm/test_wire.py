@@ -37,7 +37,7 @@ from fsdp_compose.core.comm import Label, Transport, TransportRole
 from fsdp_compose.errors import MisuseRuntimeError, MisuseTypeError
 from fsdp_compose.optim import Muon, muon_groups
 from fsdp_compose.plugins.gloo.messages import Messages
-from fsdp_compose.plugins.transports.wire import Bfloat16, Int8, Wire, WireFormat
+from fsdp_compose.plugins.transports import Bfloat16, Int8, Wire, WireFormat
 from tests.flat.test_all_gather_extensions import RowScales, make
 from tests.harness import distributed, lasting_mesh, same_on_every_rank
 from tests.internals import handles_of, local_of, world

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_compose.plugins.transports.wire import Bfloat16, Int8
+from fsdp_compose.plugins.transports import Bfloat16, Int8
 from tests.gpu.test_cuda import DEVICE
 
 pytestmark = pytest.mark.gpu

@@ -111,19 +111,17 @@ def _refuse_divided(param: torch.Tensor, block: int, what: str) -> None:
             f"{what}: {_name(param)} is placed {list(param.placements)}, so blocks of its elements lie on several "
             "ranks: shard it between rows"
         )
-    unit, position = spec.ragged.unit_numel(tuple(spec.inner_shape)), 0
+    unit, position, first = spec.ragged.unit_numel(tuple(spec.inner_shape)), 0, 0
     for count, num_ranks in spec.ragged.counts.pieces:
-        if count and (position % block or (num_ranks > 1 and count * unit % block)):
-            break
-        position += count * unit * num_ranks
-    else:
-        return
-    for rank, (start, stop) in enumerate(spec.ragged.element_ranges(tuple(spec.inner_shape))):
-        if stop > start and start % block:
-            raise MisuseError(
-                f"{what}: rank {rank} has the elements {start} to {stop} of {_name(param)}, which divides a block of "
-                f"{block}: shard with fully_shard(..., granularity=lambda fqn, param: {block})"
-            )
+        numel = count * unit
+        for i in range(min(num_ranks, 2) if numel else 0):  # if the first two ranks of a run begin at blocks, all do
+            start = position + i * numel
+            if start % block:
+                raise MisuseError(
+                    f"{what}: rank {first + i} has the elements {start} to {start + numel} of {_name(param)}, which "
+                    f"divides a block of {block}: shard with fully_shard(..., granularity=lambda fqn, param: {block})"
+                )
+        position, first = position + numel * num_ranks, first + num_ranks
 
 
 def _name(param: torch.Tensor) -> str:

@@ -10,11 +10,8 @@ elements (an integer division by zero) raises on every rank, before anything is 
 
 Facts that are easy to miss:
 
-- Over a view into a flat buffer, torch would copy the local tensor's storage offset onto the wrapper, which has no
-  storage. The wrapper gets offset 0.
 - Inside ``__torch_dispatch__`` version counters stand still, and views do not share them. Both are set by hand: a step
   between forward and backward is seen by the version of the shard.
-- Checkpoint staging copies the attributes that ``type(tensor).__slots__`` names, so the class has no ``__slots__``.
 - ``module.to()`` may exchange parameters attribute by attribute (``swap_tensors``), so a class that shows its local
   tensor as something else must not do so then.
 - Full reductions are complete when they return: ``.item()`` on stock DTensor's pending ones gives the local value. A

@@ -1,9 +1,8 @@
 """``RaggedDTensor``, a ``DTensor`` sharded by a ``RaggedShard``: changes of layout, serialization, checkpoint hooks.
 
-Users, optimizers and checkpoints see a group's parameters as this class. Stock DTensor cannot carry a ``RaggedShard``:
-sharding propagation rebuilds even ``Shard`` placements, and silently gives wrong values. So no operation on a
-``RaggedDTensor`` passes one to stock code: the class owns its dispatch, and the table of handlers, which ``ops`` fills,
-decides. Nothing here knows about groups or training.
+Users, optimizers and checkpoints see a group's parameters as this class. No operation on one passes it to stock code,
+whose sharding propagation rebuilds even placements: the class owns its dispatch, and the table of handlers, which
+``ops`` fills, decides. Nothing here knows about groups or training.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from math import prod
 from typing import Any
 
@@ -186,8 +185,8 @@ class RaggedDTensor(OwnedDTensor):
         views = super().split(split_size, dim)
         if not (torch.is_grad_enabled() and self.requires_grad):
             return views
-        stops = [*accumulate(view.shape[dim] for view in views)]
-        return tuple(self.narrow(dim, a, b - a) for a, b in zip([0, *stops], stops, strict=False))
+        bounds = accumulate([view.shape[dim] for view in views], initial=0)
+        return tuple(self.narrow(dim, a, b - a) for a, b in pairwise(bounds))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
         if chunks < 1 or not (torch.is_grad_enabled() and self.requires_grad and self.shape[dim]):

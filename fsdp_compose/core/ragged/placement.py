@@ -25,7 +25,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, product, repeat
+from itertools import accumulate, chain, pairwise, product, repeat
 from math import prod
 from typing import Any, NamedTuple, overload
 
@@ -111,8 +111,7 @@ class RunLengths(Sequence[int]):
 
     def ranges(self) -> list[tuple[int, int]]:
         """Start and stop of each rank's units, if the ranks hold all units one after the other."""
-        stops = [*accumulate(self)]
-        return [*zip([0, *stops[:-1]], stops, strict=True)]
+        return [*pairwise(accumulate(self, initial=0))]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -15,7 +15,6 @@ import torch
 import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..._arguments import checked
 from ..._torch import is_wrapper, memory_exchange, refuse_access
@@ -64,8 +63,8 @@ def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory
         _free_gathered(state)
     device = handles[0].mesh.device if handles else torch.device("cpu")
     moved = [handle for handle in handles if not handle.was_moved()]
-    sleeping = _Sleeping(states, moved, optimizers, states[0].sleeping_error)
-    sleeping.go(_storages(module, handles, optimizers, device), device, pin_memory and device.type != "cpu")
+    storages = _storages(module, handles, optimizers, device)
+    sleeping = _Sleeping(states, moved, optimizers, storages, device, pin_memory and device.type != "cpu")
     put_to_sleep(states)
     kept_for(module, _Sleeping, lambda: sleeping)
 
@@ -204,33 +203,35 @@ class _Sleeping:
     """An offloaded model: its storages with their copies in host memory.
 
     Args:
-        states: the groups.
-        handles: the handles whose sharded parameters were not moved by the user.
-        optimizers: the optimizers, which must not step meanwhile.
-        error: the message for reads of offloaded tensors.
+        handles: those whose sharded parameters were not moved by the user.
+        optimizers: they must not step meanwhile.
+        pins: use page-locked memory.
     """
 
     def __init__(
-        self, states: list[_FSDPState], handles: list[FlatParamHandle], optimizers: list[Optimizer], error: str
+        self,
+        states: list[_FSDPState],
+        handles: list[FlatParamHandle],
+        optimizers: list[Optimizer],
+        storages: Sequence[torch.UntypedStorage],
+        device: torch.device,
+        pins: bool,
     ) -> None:
         # Weak references: states and handles refer to the module, for which this object is kept.
         self._states, self._handles = [*map(weakref.ref, states)], [*map(weakref.ref, handles)]
-        self.optimizers, self._error = optimizers, error
+        self.optimizers, self._device = optimizers, device
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        self._device = torch.device("cpu")
-        self._guards: list[RemovableHandle] = []
-
-    def go(self, storages: Sequence[torch.UntypedStorage], device: torch.device, pins: bool) -> None:
-        self._device = device
         for storage in storages:
             copied = host_memory(storage.nbytes(), torch.uint8, pins)
-            copied.copy_(_bytes_of(storage, device), non_blocking=True)
+            copied.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), non_blocking=True)
             self._moved.append((storage, copied))
         # The copies were issued without waiting: memory may be freed only when all are complete.
         self._synchronize()
         for storage, _ in self._moved:
-            _empty(storage, device, self._error)
-        self._guards = [item.register_step_pre_hook(self._refuse_step) for item in self.optimizers]
+            other = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+            refuse_access(other, states[0].sleeping_error)  # if torch can
+            memory_exchange(storage, other)()
+        self._guards = [item.register_step_pre_hook(self._refuse_step) for item in optimizers]
 
     def end(self) -> None:
         read = []  # keeps host memory alive until the copies from it are complete
@@ -260,15 +261,3 @@ class _Sleeping:
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device.type).synchronize(self._device)
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _empty(storage: torch.UntypedStorage, device: torch.device, error: str) -> None:
-    """Free the memory behind a storage, and refuse access to it if torch can."""
-    other = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-    refuse_access(other, error)
-    memory_exchange(storage, other)()

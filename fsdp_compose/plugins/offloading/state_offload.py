@@ -252,7 +252,9 @@ class StreamedStep:
         leaving = [(training.elements[chunk.start : chunk.stop], param.detach())] if training.is_host else []
         for key, value in stepped.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
-                leaving.append((self._state_of(training, key, value)[chunk.start : chunk.stop], value))
+                if key not in training.stepped:
+                    training.stepped[key] = self._memory(training.elements.numel(), value.dtype, training.device)
+                leaving.append((training.stepped[key][chunk.start : chunk.stop], value))
         lane.copy_out(slot, leaving)
         if chunk.stop == training.elements.numel():  # the last one
             states[training.param] = {
@@ -261,14 +263,6 @@ class StreamedStep:
                 else value
                 for key, value in stepped.items()
             }
-
-    def _state_of(self, training: _Training, key: str, like: torch.Tensor) -> torch.Tensor:
-        """Host memory for the state that the optimizer keeps as ``key`` for every element."""
-        known = training.stepped.get(key)
-        if known is None:
-            numel = training.elements.numel()
-            known = training.stepped[key] = self._memory(numel, like.dtype, training.device)
-        return known
 
 
 _ELEMENTS, _GRADIENT = " elements", " gradient"  # the space keeps them apart from keys of the optimizer's state

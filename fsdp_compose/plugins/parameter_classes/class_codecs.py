@@ -138,13 +138,12 @@ def codec_of_class(
     return ExtensionCodec(type(param), inner, context, param.shape, reference, policy, is_short, frees)
 
 
-# ---- Parameters of a class that holds several tensors of other shapes and dtypes (quantized weights: packed data,
-# scales)
+# ---- Parameters of a class that holds several tensors, which each rank stores as bytes (see ``parts``)
 #
-# Each rank stores its rows as bytes (``ragged.Parts``). Only the class knows how to cut rows, so it is asked, by
-# ``split()`` or ``narrow()``, as FSDP2 does. Its answer is checked tensor by tensor, so putting the shards together
-# again gives the original, bit for bit. If the class has an all-gather of its own, the parameter is gathered by that;
-# otherwise tensor by tensor, and forward sees the original again.
+# Only the class knows how to cut rows, so it is asked, by ``split()`` or ``narrow()``, as FSDP2 does. Its answer is
+# checked tensor by tensor, so putting the shards together again gives the original, bit for bit. If the class has an
+# all-gather of its own, the parameter is gathered by that; otherwise tensor by tensor, and forward sees the original
+# again.
 #
 # Rows that the ranks cannot share evenly are cut as FSDP2 cuts them, if every tensor has the parameter's rows: the last
 # ranks hold fewer. Their bytes are filled up with zeros, and the class gathers equally many rows of every rank.

@@ -8,7 +8,7 @@ after the other. An inner tensor is either cut at the same places (dim 0), or th
     rank 0   bytes |a a a a|a|m|
     rank 1   bytes |b b b b|b|m|
 
-Who cuts a tensor (``flat/class_codecs``) makes its ``Parts``. ``CompositeDTensor`` is a sharded tensor over the bytes.
+Who cuts a tensor (``class_codecs``) makes its ``Parts``. ``CompositeDTensor`` is a sharded tensor over the bytes.
 """
 
 from __future__ import annotations

@@ -311,8 +311,7 @@ def with_local(tensor: RaggedDTensor, local: torch.Tensor) -> RaggedDTensor:
     """Make a tensor that is sharded like ``tensor``, over another local tensor."""
     if isinstance(tensor, CompositeDTensor):
         return tensor.with_local(local)
-    spec = tensor._spec
-    return RaggedDTensor(local, spec if spec.dtype == local.dtype else spec.with_dtype(local.dtype))
+    return wrap_local_shard(local, tensor._spec)
 
 
 def _clone(tensor: CompositeDTensor, **_: Any) -> CompositeDTensor:

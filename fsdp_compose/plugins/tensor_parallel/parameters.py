@@ -146,18 +146,17 @@ class TensorParallel:
         "is_shown_as_stored", "is_shown_on_data_dims", "shown", "specs",
     )  # fmt: skip
 
-    def __init__(self, specs: Sequence[DTensorSpec | None], shown: Sequence[Shown]) -> None:
-        self.specs = tuple(specs)  # of each parameter before fully_shard; None if it was not a DTensor
-        self.shown = tuple(shown)  # as forward sees it
-        self._own_dims = [_own_dims(*pair) for pair in zip(specs, shown, strict=True)]
+    def __init__(self, pairs: Sequence[tuple[DTensorSpec | None, Shown]]) -> None:
+        self.specs = tuple([spec for spec, _ in pairs])  # before fully_shard; None if it was not a DTensor
+        self.shown = tuple([shown for _, shown in pairs])  # as forward sees it
+        self._own_dims = [_own_dims(*pair) for pair in pairs]
         # Whether forward sees a parameter on a mesh with data-parallel dimensions.
         self.is_shown_on_data_dims = any(dims is not None for dims in self._own_dims)
-        self.is_shown_as_stored = all(shown is spec for spec, shown in zip(specs, shown, strict=True))
-        self._dtensors = [(i, spec) for i, spec in enumerate(specs) if spec is not None]
+        self.is_shown_as_stored = all(shown is spec for spec, shown in pairs)
+        self._dtensors = [(i, spec) for i, spec in enumerate(self.specs) if spec is not None]
         meshes = dict.fromkeys(spec.mesh for _, spec in self._dtensors)
         self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}
-        dims = [self.sharded_dims(i) for i in range(len(specs))]
-        self._groups = [tuple(mesh.get_group(dim) for mesh, dim in own) for own in dims]
+        self._groups = [tuple(mesh.get_group(dim) for mesh, dim in self.sharded_dims(i)) for i in range(len(pairs))]
 
     @staticmethod
     def of(params: Sequence[nn.Parameter]) -> TensorParallel | None:
@@ -168,9 +167,7 @@ class TensorParallel:
     @staticmethod
     def joined(pairs: Sequence[tuple[DTensorSpec | None, Shown]]) -> TensorParallel | None:
         """Make one from the ``specs`` and ``shown`` of parameters; ``None`` if it has nothing to do."""
-        if all(shown is None for _, shown in pairs):
-            return None
-        return TensorParallel([spec for spec, _ in pairs], [shown for _, shown in pairs])
+        return None if all(shown is None for _, shown in pairs) else TensorParallel(pairs)
 
     def change_transports(self, change: Callable[[Transport, TransportRole], Transport]) -> None:
         """Replace each transport of sums by ``change(transport, role)``, from the next sum on."""
@@ -198,9 +195,8 @@ class TensorParallel:
 
     def place(self, index: int) -> str:
         """This rank's coordinates on these dimensions, as text: the same on ranks with the same elements."""
-        dims = [(mesh.mesh_dim_names or ())[dim] for mesh, dim in self.sharded_dims(index)]
-        ranks = [mesh.get_local_rank(dim) for mesh, dim in self.sharded_dims(index)]
-        return ",".join(f"{dim}={rank}" for dim, rank in zip(dims, ranks, strict=True))
+        dims = self.sharded_dims(index)
+        return ",".join([f"{(mesh.mesh_dim_names or ())[dim]}={mesh.get_local_rank(dim)}" for mesh, dim in dims])
 
     # ---- Parameters
 

@@ -28,7 +28,6 @@ from .pointwise import (
     empty_like,
     make_out,
     new,
-    new_strided,
     per_element,
     pointwise,
     random,
@@ -96,10 +95,11 @@ _BY_OPERATOR: dict[Any, Handler] = {
     **dict.fromkeys(_LIKE_POINTWISE, pointwise),
     aten.empty_like.default: empty_like,
     aten.copy_.default: copy_into,
-    **dict.fromkeys(
-        (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), new
-    ),
-    aten.new_empty_strided.default: new_strided,
+    aten.new_empty.default: new,
+    aten.new_empty_strided.default: new,
+    aten.new_zeros.default: new,
+    aten.new_ones.default: new,
+    aten.new_full.default: new,
     aten.rand_like.default: random,
     aten.randn_like.default: random,
     aten._local_scalar_dense.default: item,

@@ -336,20 +336,14 @@ def unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
 def new(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``new_empty(size)`` and the like: sharded like ``self`` if it has its shape, else replicated."""
     tensor, size, *rest = args
-    spec = tensor._spec
-    if tuple(size) == tuple(spec.shape):
-        return wrap_local_shard(func(tensor._local_tensor, spec.local_shape, *rest, **kwargs), spec)
-    return replicated(func(tensor._local_tensor, size, *rest, **kwargs), spec)
-
-
-def new_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Handle ``new_empty_strided(size, stride)``: autograd makes a leaf's gradient this way when something else holds
-    the one that arrived."""
-    tensor, size, stride = args
-    spec = tensor._spec
-    if tuple(size) == tuple(spec.shape):  # without the strides: a local shard has no memory format
-        return wrap_local_shard(tensor._local_tensor.new_empty(spec.local_shape, **kwargs), spec)
-    return replicated(func(tensor._local_tensor, size, stride, **kwargs), spec)
+    spec, local = tensor._spec, tensor._local_tensor
+    if tuple(size) != tuple(spec.shape):
+        return replicated(func(local, size, *rest, **kwargs), spec)
+    if func is torch.ops.aten.new_empty_strided.default:
+        # Without the strides: a local shard has no memory format. (Autograd makes a leaf's gradient this way when
+        # something else holds the one that arrived.)
+        return wrap_local_shard(local.new_empty(spec.local_shape, **kwargs), spec)
+    return wrap_local_shard(func(local, spec.local_shape, *rest, **kwargs), spec)
 
 
 def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
