@@ -807,23 +807,22 @@ def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.Process
     are, for ``close_gloo_connections``."""
     # Not by dist.new_group(use_local_synchronization=True), which makes the name from the number of groups that a rank
     # is in (torch 2.13): ranks in different numbers of groups wait for each other without end.
-    options = cast(Any, _c10d.ProcessGroupGloo)._Options()
+    gloo = cast(Any, _c10d.ProcessGroupGloo)
+    options = gloo._Options()
     options._timeout = group_timeout(group)
     options._threads = 1  # of collectives: messages need none
-    options._devices = [_lazy_device()]  # ranks that never talk cost neither descriptors nor time
-    backend = _c10d.ProcessGroupGloo(store, group.rank(), group.size(), options)
+    # The device that gloo's own choice falls on, or the first that the user names for it. Lazy: ranks that never talk
+    # cost neither descriptors nor time.
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        options._devices = [gloo.create_device(interface=interface, lazy_init=True)]
+    else:
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+    backend = gloo(store, group.rank(), group.size(), options)
     made = dist.ProcessGroup(store, group.rank(), group.size())
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return made
-
-
-def _lazy_device() -> Any:
-    """The network device that gloo's own choice falls on, or the first that the user names for it."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return _c10d.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
-    return _c10d.ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
 def _connected_ranks(group: dist.ProcessGroup, known: Sequence[int] | None) -> Sequence[int]:

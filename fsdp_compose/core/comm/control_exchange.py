@@ -427,5 +427,4 @@ def _asks_for_all(head: bytearray) -> bool:
 def _are_of_one_kind(head: bytearray) -> bool:
     """Whether all ranks made the same kind of exchange."""
     kind, complement = _HEAD.unpack_from(head)[7:]
-    is_one: bool = kind + complement == 255
-    return is_one
+    return bool(kind + complement == 255)
