@@ -240,19 +240,21 @@ def is_checkpoint_recomputing() -> bool:
     return False
 
 
-def skip_frame(function: Callable[..., Any]) -> None:
+def skip_frame(function: _F) -> _F:
     """Tell Dynamo never to trace the frame of ``function`` nor the frames below it, and to break the graph where it is
-    called."""
+    called. Return ``function``."""
     skip_top_frame(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "fsdp_compose hook"  # type: ignore[attr-defined]
+    return function
 
 
-def skip_top_frame(function: Callable[..., Any]) -> None:
+def skip_top_frame(function: _F) -> _F:
     """Tell Dynamo to begin no graph with the frame of ``function``, nor with those below it; as a part of a graph that
-    has begun, it is traced."""
+    has begun, it is traced. Return ``function``."""
     skip = _eval_frame._FrameAction.SKIP
     _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def functional_collectives() -> Any:
