@@ -305,7 +305,11 @@ class Carrier:
             self._finish(work)
             if self._end_of == "backward" and self._journal is not None:
                 self._journal.num_backwards += 1
-            if self._whole is None or not _asks_for_all(self._head):
+            order, complement, used, other, _, _, is_late, *_ = _HEAD.unpack_from(self._head)
+            # Usually all ranks have the same bytes, and the hash is enough. All ranks see the same maxima, so they
+            # agree here; and if they issued the same collectives, they have equally many bytes.
+            is_same_order = order + complement == _ALL_ONES and _are_of_one_kind(self._head)
+            if self._whole is None or not is_same_order or not (is_late or used + other != _ALL_ONES):
                 return False
             self.num_whole += 1
             self._finish(self._begin(self._whole))
@@ -414,14 +418,6 @@ class ControlExchange:
         """Wait for an exchange that an exception left in flight and forget it."""
         if self._carrier is not None:
             self._carrier.abandon()
-
-
-def _asks_for_all(head: bytearray) -> bool:
-    """Whether the maximum over all ranks says that all bytes must be exchanged; all ranks have equally many."""
-    order, complement, used, other, _, _, is_late, *_ = _HEAD.unpack_from(head)
-    # Usually all ranks have the same bytes, and the hash is enough. All ranks see the same maxima, so they agree here.
-    is_same_order = order + complement == _ALL_ONES and _are_of_one_kind(head)
-    return is_same_order and (bool(is_late) or used + other != _ALL_ONES)
 
 
 def _are_of_one_kind(head: bytearray) -> bool:
