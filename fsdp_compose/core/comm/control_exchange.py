@@ -375,10 +375,9 @@ class ControlExchange:
     def __init__(self, num_params: int, num_groups: int, carrier: Carrier | None, *, end_of: str = "backward") -> None:
         self._carrier = carrier
         self._buffer = bytearray(num_params + num_groups)
-        self._view = memoryview(self._buffer)
-        self.used = self._view[:num_params]
-        self.late = self._view[num_params:]
-        self.told = self._view  # both
+        self.told = memoryview(self._buffer)  # used and late
+        self.used = self.told[:num_params]
+        self.late = self.told[num_params:]
         self.steps_agree = True
         self._end_of = end_of
 
@@ -408,7 +407,7 @@ class ControlExchange:
         """
         if self._carrier is None:
             return True
-        head = self._carrier.receive(self._view)
+        head = self._carrier.receive(self.told)
         order, complement, _, _, step, other, *_ = _HEAD.unpack_from(head)
         self.steps_agree = step + other <= 255
         # Without this check, different collectives of equal size would have paired silently.
