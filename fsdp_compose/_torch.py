@@ -241,19 +241,21 @@ def is_checkpoint_recomputing() -> bool:
     return False
 
 
-def skip_frame(function: Callable[..., Any]) -> None:
+def skip_frame(function: _F) -> _F:
     """Tell Dynamo never to trace the frame of ``function`` nor the frames below it, and to break the graph where it is
-    called."""
+    called. Return ``function``."""
     skip_top_frame(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "fsdp_compose hook"  # type: ignore[attr-defined]
+    return function
 
 
-def skip_top_frame(function: Callable[..., Any]) -> None:
+def skip_top_frame(function: _F) -> _F:
     """Tell Dynamo to begin no graph with the frame of ``function``, nor with those below it; as a part of a graph that
-    has begun, it is traced."""
+    has begun, it is traced. Return ``function``."""
     skip = _eval_frame._FrameAction.SKIP
     _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def functional_collectives() -> Any:
@@ -596,20 +598,16 @@ def _access_flags() -> tuple[int, int] | None:
     accesses: list[Callable[[], Any]] = [
         lambda: tensor + 1, lambda: tensor @ other, lambda: tensor.add_(1), tensor.data_ptr, tensor.tolist,
     ]  # fmt: skip
-    is_refused = all([_raises(access) for access in accesses])
+    is_refused = True
+    for access in accesses:
+        with contextlib.suppress(RuntimeError):
+            access()
+            is_refused = False
     _set_flags(storage, offsets, 0)
     return offsets if is_refused and (tensor + 1).tolist() == [2.0] * 4 else None
 
 
 _STORAGE_BYTES = 72  # of a c10::StorageImpl, that are looked through; it has more
-
-
-def _raises(call: Callable[[], Any]) -> bool:
-    try:
-        call()
-    except RuntimeError:
-        return True
-    return False
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
@@ -808,23 +806,22 @@ def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.Process
     are, for ``close_gloo_connections``."""
     # Not by dist.new_group(use_local_synchronization=True), which makes the name from the number of groups that a rank
     # is in (torch 2.13): ranks in different numbers of groups wait for each other without end.
-    options = cast(Any, _c10d.ProcessGroupGloo)._Options()
+    gloo = cast(Any, _c10d.ProcessGroupGloo)
+    options = gloo._Options()
     options._timeout = group_timeout(group)
     options._threads = 1  # of collectives: messages need none
-    options._devices = [_lazy_device()]  # ranks that never talk cost neither descriptors nor time
-    backend = _c10d.ProcessGroupGloo(store, group.rank(), group.size(), options)
+    # The device that gloo's own choice falls on, or the first that the user names for it. Lazy: ranks that never talk
+    # cost neither descriptors nor time.
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        options._devices = [gloo.create_device(interface=interface, lazy_init=True)]
+    else:
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+    backend = gloo(store, group.rank(), group.size(), options)
     made = dist.ProcessGroup(store, group.rank(), group.size())
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return made
-
-
-def _lazy_device() -> Any:
-    """The network device that gloo's own choice falls on, or the first that the user names for it."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return _c10d.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
-    return _c10d.ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
 def _connected_ranks(group: dist.ProcessGroup, known: Sequence[int] | None) -> Sequence[int]:

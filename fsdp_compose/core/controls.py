@@ -20,7 +20,7 @@ import torch.nn as nn
 
 from .._arguments import checked
 from ..errors import MisuseError, MisuseRuntimeError
-from .group import BoundToModule, Root, _FSDPState, get_state, own_state, states_for
+from .group import BoundToModule, _FSDPState, contexts_of, get_state, own_state, states_for
 from .runtime import enter_alone, leave_shown, reduce_accumulated, registered
 from .runtime import reshard as _reshard
 
@@ -240,7 +240,8 @@ def reduce_gradients(module: nn.Module) -> None:
         RuntimeError: a forward or backward is running; the ranks did different things.
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    options = [(state, state.options) for root in _roots_of(module) for state in root.live_states()]
+    roots = contexts_of(states_for(module, "reduce_gradients"))
+    options = [(state, state.options) for root in roots for state in root.live_states()]
     try:
         for state, _ in options:
             state.set_options(requires_gradient_sync=True, requires_all_reduce=True)
@@ -261,7 +262,7 @@ def reduce_as_set(module: nn.Module) -> None:
         RuntimeError: a forward or backward is running; the ranks did different things.
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
-    roots = _roots_of(module)
+    roots = contexts_of(states_for(module, "reduce_gradients"))
     for root in roots:
         if root.backward is not None or root.forward.depth:
             raise MisuseRuntimeError(f"reduce_gradients(): a forward or backward of {root.label} is running")
@@ -582,11 +583,6 @@ def _option_within(call: str, module: nn.Module, name: str, value: bool) -> Iter
     finally:
         for state, was in before:
             state.set_options(**{name: was})
-
-
-def _roots_of(module: nn.Module) -> list[Root]:
-    states = states_for(module, "reduce_gradients")
-    return list(dict.fromkeys(state.root for state in states if state.root is not None))
 
 
 # ---- Methods other than ``forward`` that use a sharded module's parameters: ``generate``, ``encode``, ...

@@ -470,18 +470,15 @@ def _checked_post_forward_size(reshard_after_forward: bool | int | None, num_ran
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if reshard_after_forward < 1 or num_ranks % reshard_after_forward:
+        *others, last = [str(i) for i in range(1, num_ranks + 1) if num_ranks % i == 0]
+        factors = f"{', '.join(others)} or {last}" if others else last
         raise MisuseError(
             f"fully_shard(reshard_after_forward={reshard_after_forward}): the parameters are sharded over {num_ranks} "
-            f"ranks, so {_factors(num_ranks)} of them can keep the parameters between forward and backward"
+            f"ranks, so {factors} of them can keep the parameters between forward and backward"
         )
     if reshard_after_forward in (1, num_ranks):
         return reshard_after_forward != 1
     return reshard_after_forward
-
-
-def _factors(number: int) -> str:
-    *others, last = [str(i) for i in range(1, number + 1) if number % i == 0]
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 fully_shard.state = get_state  # type: ignore[attr-defined]

@@ -275,9 +275,8 @@ def _summon(
                 view.copy_(local_elements(grad))
         flat_grad = gather_flat(handle, shard_grad, rank0_only, to_cpu)
     is_everywhere = not rank0_only or handle.mesh.peers.size() == 1
-    views, gradients = [] if flat is None else wholes_of(handle, flat), None
-    if flat_grad is not None:
-        gradients = handle.full_views_of(flat_grad)
+    views = [] if flat is None else wholes_of(handle, flat)
+    gradients = None if flat_grad is None else handle.full_views_of(flat_grad)
     if flat is not None and handle.tensor_parallel is not None:
         views = handle.tensor_parallel.wholes(views)
         gradients = None if gradients is None else handle.tensor_parallel.wholes(gradients)

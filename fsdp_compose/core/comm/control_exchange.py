@@ -312,7 +312,11 @@ class Carrier:
             self._finish(work)
             if self._end_of == "backward" and self._journal is not None:
                 self._journal.num_backwards += 1
-            if self._whole is None or not _asks_for_all(self._head):
+            order, complement, used, other, _, _, is_late, *_ = _HEAD.unpack_from(self._head)
+            # Usually all ranks have the same bytes, and the hash is enough. All ranks see the same maxima, so they
+            # agree here; and if they issued the same collectives, they have equally many bytes.
+            is_same_order = order + complement == _ALL_ONES and _are_of_one_kind(self._head)
+            if self._whole is None or not is_same_order or not (is_late or used + other != _ALL_ONES):
                 return False
             self.num_whole += 1
             self._finish(self._begin(self._whole))
@@ -379,10 +383,9 @@ class ControlExchange:
     def __init__(self, num_params: int, num_groups: int, carrier: Carrier | None, *, end_of: str = "backward") -> None:
         self._carrier = carrier
         self._buffer = bytearray(num_params + num_groups)
-        self._view = memoryview(self._buffer)
-        self.used = self._view[:num_params]
-        self.late = self._view[num_params:]
-        self.told = self._view  # both
+        self.told = memoryview(self._buffer)  # used and late
+        self.used = self.told[:num_params]
+        self.late = self.told[num_params:]
         self.steps_agree = True
         self._end_of = end_of
 
@@ -412,7 +415,7 @@ class ControlExchange:
         """
         if self._carrier is None:
             return True
-        head = self._carrier.receive(self._view)
+        head = self._carrier.receive(self.told)
         order, complement, _, _, step, other, *_ = _HEAD.unpack_from(head)
         self.steps_agree = step + other <= 255
         # Without this check, different collectives of equal size would have paired silently.
@@ -424,16 +427,7 @@ class ControlExchange:
             self._carrier.abandon()
 
 
-def _asks_for_all(head: bytearray) -> bool:
-    """Whether the maximum over all ranks says that all bytes must be exchanged; all ranks have equally many."""
-    order, complement, used, other, _, _, is_late, *_ = _HEAD.unpack_from(head)
-    # Usually all ranks have the same bytes, and the hash is enough. All ranks see the same maxima, so they agree here.
-    is_same_order = order + complement == _ALL_ONES and _are_of_one_kind(head)
-    return is_same_order and (bool(is_late) or used + other != _ALL_ONES)
-
-
 def _are_of_one_kind(head: bytearray) -> bool:
     """Whether all ranks made the same kind of exchange."""
     kind, complement = _HEAD.unpack_from(head)[7:]
-    is_one: bool = kind + complement == 255
-    return is_one
+    return bool(kind + complement == 255)

@@ -393,7 +393,5 @@ def wake(states: Iterable[_FSDPState]) -> None:
 
 def _owners(state: _FSDPState) -> list[_FSDPState]:
     """The states that hold the detector of the group's root."""
-    if state.root is None:
-        return []
-    found = [states[0]() for states in state.root.by_root_module]
-    return [owner for owner in found if owner is not None]
+    by_root_module = [] if state.root is None else state.root.by_root_module
+    return [owner for states in by_root_module if (owner := states[0]()) is not None]

@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -295,9 +296,9 @@ def _frozen(handle: FlatParamHandle) -> list[str]:
 
 def first_difference_of_entries(ours: str, theirs: str) -> tuple[int, str, str] | None:
     """The first position where the entries of two ranks differ, with both entries as messages show them."""
-    both = [dict(enumerate(text.split("\n"))) for text in (ours, theirs)]
-    for position in range(max(map(len, both))):
-        (a_entry, _, a), (b_entry, _, b) = (entries.get(position, "\tnothing").partition("\t") for entries in both)
+    lines = zip_longest(ours.split("\n"), theirs.split("\n"), fillvalue="\tnothing")
+    for position, both in enumerate(lines):
+        (a_entry, _, a), (b_entry, _, b) = (line.partition("\t") for line in both)
         if a_entry != b_entry:  # with the models, if these differ
             has_several = len({line.partition("\t")[2] for line in (a, b)} - {""}) > 1
             a, b = (line.replace("\t", " of ") if has_several else line.partition("\t")[0] for line in (a, b))

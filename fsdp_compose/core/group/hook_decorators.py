@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from ..._torch import skip_frame, skip_top_frame
 from ..flat import End, begin, watched
@@ -22,19 +22,10 @@ from .collective_order import Group
 # graph, and shares one graph among equal modules. Without the second one it makes no graph at all.
 MARKS = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 
-
-def never_traced(function: _F) -> _F:
-    """Make Dynamo never trace ``function`` nor compile what it calls. Done once; costs nothing per call."""
-    skip_frame(function)
-    return function
-
-
-def traced_inside_others(function: _F) -> _F:
-    """Make Dynamo run ``function`` eagerly where it would begin a graph, but trace it inside another graph."""
-    skip_top_frame(function)
-    return function
+# Decorators, which cost nothing per call: Dynamo never traces the function, nor compiles what it calls; or runs it
+# eagerly where it would begin a graph, but traces it inside another graph.
+never_traced, traced_inside_others = skip_frame, skip_top_frame
 
 
 # ---- Reports to listeners when groups compute: ``forward``, ``recomputation`` (activation checkpointing), ``backward``

@@ -217,11 +217,8 @@ class _Registrations:
     first ``note`` on. Forwards seldom give any; ``torch.nn.utils.parametrize`` does, and raises version counters
     without a write."""
 
-    __slots__ = ("_handle", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._handle: RemovableHandle | None = None
+    count = 0
+    _handle: RemovableHandle | None = None
 
     def note(self) -> None:
         if self._handle is None:

@@ -6,7 +6,7 @@ roots share groups."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -162,13 +162,9 @@ def roots_together(module: nn.Module) -> list[RootModule]:
     return _connected(outermost, states_to_run(module)[0][0])
 
 
-def contexts_of(states: list[_FSDPState]) -> list[Root]:
+def contexts_of(states: Iterable[_FSDPState]) -> list[Root]:
     """The ``Root`` objects under which the groups have run so far."""
-    found: list[Root] = []
-    for state in states:
-        if state.root is not None and state.root not in found:
-            found.append(state.root)
-    return found
+    return [*dict.fromkeys(state.root for state in states if state.root is not None)]
 
 
 def _connected(roots: list[RootModule], state: _FSDPState) -> list[RootModule]:

@@ -14,6 +14,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -234,7 +235,8 @@ def make_proxies(replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
     for original, sharded in replaced:
         remember_sharded_param(original, sharded)
         if original.requires_grad:
-            set_leaf_hooks(original, _refuse_of(original), lambda _: None)
+            refuse = partial(_refuse_backward, *(owner_of(original) or ("?", "?")))
+            set_leaf_hooks(original, refuse, lambda _: None)
         if is_wrapper(original) or not issubclass(type(original), nn.Parameter):
             continue
         if not original.is_inference():
@@ -251,16 +253,11 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), torch.nan if is_number else 0, dtype=dtype, device=device)
 
 
-def _refuse_of(original: nn.Parameter) -> Any:
-    group, fqn = owner_of(original) or ("?", "?")
-
-    def refuse(_grad: torch.Tensor) -> None:
-        raise MisuseRuntimeError(
-            f"a backward reached the parameter {fqn}, which fully_shard() of {group} has replaced, through a graph "
-            "recorded before that call: its gradient would be lost. Run the forward after fully_shard()"
-        )
-
-    return refuse
+def _refuse_backward(group: str, fqn: str, _grad: torch.Tensor) -> None:
+    raise MisuseRuntimeError(
+        f"a backward reached the parameter {fqn}, which fully_shard() of {group} has replaced, through a graph "
+        "recorded before that call: its gradient would be lost. Run the forward after fully_shard()"
+    )
 
 
 def _shown(replaced: nn.Parameter) -> torch.Tensor:

@@ -199,10 +199,6 @@ class _FSDPState(ComposableState):
         return None if self.root is None else self.root.gather_parameter(self.root, self, handle, index)
 
     @property
-    def is_trainable(self) -> bool:
-        return any(handle.pending_gradients.is_trainable for handle in self._handles)
-
-    @property
     def name(self) -> str:
         """The name of the group in messages."""
         return self.fqn or "(root)"

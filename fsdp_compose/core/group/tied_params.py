@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import torch.nn as nn
 
 from ...errors import MisuseError
-from ..comm import DataParallelMesh
 from ..flat import FlatParamHandle, ManagedParameter, ParameterKind, handle_of, owner_of, shard_again
 from .change_detection import find_untied
 from .registry import group_modules, partition, prepare_swap
@@ -199,10 +198,12 @@ def _set_handles(
     for i, top in reversed([*enumerate(tops)]):
         prefix = f"{i}." if len(tops) > 1 else ""  # as group_modules() has it: names must be unique in the group
         names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
-    managed = [
-        ManagedParameter(names[id(sharded)], sharded, kind=kind, mesh=_mesh_in(state, sharded))
-        for sharded, kind in kinds.items()
-    ]
+    managed = []
+    for sharded, kind in kinds.items():
+        place = handle_of(sharded)
+        # Experts stay on the mesh of the ranks that hold the same shard of them.
+        mesh = place[0].mesh if place is not None and place[0].mesh.ranks() < state.mesh.ranks() else state.mesh
+        managed.append(ManagedParameter(names[id(sharded)], sharded, kind=kind, mesh=mesh))
     options = state.options
     made = [
         shard_again(items, items[0].mesh, options.granularity, options.offload) for items in partition(managed, options)
@@ -216,12 +217,6 @@ def _kind_in(state: _FSDPState, sharded: nn.Parameter) -> ParameterKind:
     place, group = handle_of(sharded), _group_of(sharded)
     assert place is not None and group is not None
     return place[0].kind.in_group(group.options.mp_policy, state.options.mp_policy)
-
-
-def _mesh_in(state: _FSDPState, sharded: nn.Parameter) -> DataParallelMesh:
-    """The mesh that a parameter gets there: experts stay on that of the ranks that hold the same shard of them."""
-    place = handle_of(sharded)
-    return place[0].mesh if place is not None and place[0].mesh.ranks() < state.mesh.ranks() else state.mesh
 
 
 def _group_of(sharded: nn.Parameter) -> _FSDPState | None:
