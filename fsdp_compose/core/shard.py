@@ -46,10 +46,10 @@ from .flat import (
 from .group import (
     API_KEY,
     BUCKET_BYTES,
-    MARKS,
     GroupOptions,
     ParameterSwap,
     Strategy,
+    _annotate_modules_for_dynamo,
     _FSDPState,
     bytes_of_limit,
     detect_meta_buffers,
@@ -100,8 +100,8 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         guard_state_dict(item, fqns[item])
     detect_meta_buffers(fqns)
     state.swap = ParameterSwap(modules, managed, handles, fqns)
-    for item in fqns:
-        item.__dict__.update(MARKS)
+    for item in modules:
+        _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
     add_composable_state(modules, API_KEY, state)
     if _TRANSFORMERS_LOADER in sys.modules:
         from ..plugins.transformers_loader import extend_transformers_loader

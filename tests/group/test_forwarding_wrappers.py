@@ -21,7 +21,7 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.core.group.registry import _get_fsdp_states, get_state, is_compatible, states_to_run
+from fsdp_compose.core.group.registry import _get_fsdp_states_with_modules, get_state, is_compatible, states_to_run
 from tests.harness import distributed
 from tests.models import DIM, Layer, Net, inputs
 from tests.training import Twins, mean_square
@@ -84,8 +84,8 @@ def test_state_of_a_wrapper_is_its_own(wrap, one_process):
     fully_shard(third)
     assert get_state(third) is not get_state(inner(third)) is not None
     fully_shard(model)
-    modules = [model, inner(first), second, third, inner(third)]
-    assert _get_fsdp_states(model) == [get_state(module) for module in modules]
+    _, modules = _get_fsdp_states_with_modules(model)
+    assert modules == [model, inner(first), second, third, inner(third)]
     assert len(states_to_run(model)) == 5
 
 

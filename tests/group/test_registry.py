@@ -16,7 +16,8 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
-from fsdp_compose.core.group.registry import _get_fsdp_handles, _get_fsdp_states
+from fsdp_compose.core.group.hook_decorators import _annotate_modules_for_dynamo
+from fsdp_compose.core.group.registry import _get_fsdp_handles, _get_fsdp_states, _get_fsdp_states_with_modules
 from tests.harness import distributed, fake_process_group
 from tests.training import assert_parameters_match, local_part, pair
 
@@ -119,10 +120,11 @@ def test_torchs_registry_shows_fully_shard(one_process):
 
 def test_states_come_in_the_order_of_modules(one_process):
     tree = shard_all(Tree())
-    states = _get_fsdp_states(tree)
-    assert states == [fully_shard.state(module) for module in tree.modules()]
+    states, modules = _get_fsdp_states_with_modules(tree)
+    assert modules == list(tree.modules())
+    assert states == [fully_shard.state(module) for module in modules] == _get_fsdp_states(tree)
     assert _get_fsdp_handles(tree) == [handle for state in states for handle in state._handles]
-    assert _get_fsdp_states(tree.right) == [fully_shard.state(module) for module in tree.right.modules()]
+    assert _get_fsdp_states_with_modules(tree.right)[1] == list(tree.right.modules())
 
 
 def test_handles_of_one_state_stay_together(one_process):
@@ -147,8 +149,8 @@ def test_shared_modules_and_states_are_visited_once(one_process):
     fully_shard(tree.left.first)
     fully_shard([tree.left, tree.right])
     fully_shard(tree)
-    states = _get_fsdp_states(tree)
-    assert states == [fully_shard.state(module) for module in (tree, tree.left, tree.left.first)]
+    states, modules = _get_fsdp_states_with_modules(tree)
+    assert modules == [tree, tree.left, tree.left.first]
     assert len(set(map(id, states))) == 3
     handles = _get_fsdp_handles(tree)
     assert len(handles) == 3 and len({id(handle) for handle in handles}) == 3
@@ -188,7 +190,7 @@ def test_traversal_does_not_descend_into_a_replicated_module(one_process):
     fully_shard(tree.left.first)
     fully_shard(tree.middle)
     replicate(tree.left)
-    assert _get_fsdp_states(tree) == [fully_shard.state(tree.middle)]
+    assert _get_fsdp_states_with_modules(tree)[1] == [tree.middle]
     assert _get_fsdp_states(tree.left) == [] == _get_fsdp_handles(tree.left)
     assert _get_fsdp_states(tree.left.first) == [fully_shard.state(tree.left.first)]
 
@@ -317,6 +319,15 @@ def test_parameters_are_the_same_objects_for_ever_outside_forward(reshard_after_
 
 def annotations(module: nn.Module) -> tuple[Any, Any]:
     return getattr(module, "_is_fsdp_managed_module", None), getattr(module, "_fsdp_use_orig_params", None)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_annotation_marks_every_module_except_the_ignored_ones(use_orig_params):
+    tree = Tree()
+    ignored = {tree.left, tree.right.first}
+    _annotate_modules_for_dynamo(tree, ignored, use_orig_params)
+    for module in tree.modules():
+        assert annotations(module) == ((None, None) if module in ignored else (True, use_orig_params))
 
 
 def test_fully_shard_marks_the_modules_below_it_and_no_others(one_process):

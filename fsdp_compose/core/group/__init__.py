@@ -44,7 +44,7 @@ from .collective_order import Kind as Kind
 from .collective_order import OrderedRoot as OrderedRoot
 from .collective_order import first_difference_of_entries as first_difference_of_entries
 from .collective_order import judge_positions as judge_positions
-from .hook_decorators import MARKS as MARKS
+from .hook_decorators import _annotate_modules_for_dynamo as _annotate_modules_for_dynamo
 from .hook_decorators import begins_backward as begins_backward
 from .hook_decorators import begins_forward as begins_forward
 from .hook_decorators import ends_backward as ends_backward

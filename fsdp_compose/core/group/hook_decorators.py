@@ -1,13 +1,15 @@
 """Decorators for the runtime's hooks: some report when groups compute, others keep ``torch.compile`` out of a hook.
 
-The runtime applies them. Without listeners, a decorated hook is the hook itself. What managed modules are marked with
-for Dynamo is here too."""
+The runtime applies them. Without listeners, a decorated hook is the hook itself. Managed modules are annotated for
+Dynamo here too."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+import torch.nn as nn
 
 from ..._torch import skip_frame, skip_top_frame
 from ..flat import End, begin, watched
@@ -18,9 +20,25 @@ from .collective_order import Group
 # Nothing here imports Dynamo (it costs 0.85 s).
 
 
-# Attributes of managed modules. Dynamo then reads a module's parameters at each call instead of building them into the
-# graph, and shares one graph among equal modules. Without the second one it makes no graph at all.
-MARKS = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
+MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+def _annotate_modules_for_dynamo(module: nn.Module, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
+    """Mark every module in the tree under ``module`` as managed, except those in ``ignored_modules``.
+
+    Dynamo then reads a marked module's parameters at each call instead of building them into the graph, and shares
+    one graph among equal modules.
+
+    Args:
+        module: root of the tree.
+        ignored_modules: modules to leave unmarked (their children are still visited).
+        use_orig_params: value of ``_fsdp_use_orig_params``; the runtime always passes ``True``.
+    """
+    # Both marks: without the second one Dynamo makes no graph at all.
+    marks = dict(zip(MARKS, (True, use_orig_params), strict=True))
+    for submodule in module.modules():
+        if submodule not in ignored_modules:
+            submodule.__dict__.update(marks)
 
 
 # Decorators, which cost nothing per call: Dynamo never traces the function, nor compiles what it calls; or runs it

@@ -46,14 +46,23 @@ def is_compatible(module: nn.Module) -> bool:
     return "replicate" not in composable_registry(module)
 
 
-def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
-    """The states in the tree under ``module``.
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[_FSDPState], list[nn.Module]]:
+    """The states in the tree under ``module`` and the module of each.
 
-    The order is depth first, as in ``module.modules()``. Each state comes once, however often it is shared. Modules
-    that an incompatible API (torch's ``replicate``) manages are skipped with everything below them.
+    The order is depth first, as in ``module.modules()``. Each state and module comes once, however often it is shared.
+    Modules that an incompatible API (torch's ``replicate``) manages are skipped with everything below them.
     """
-    found = map(get_state, _walk(module, stop_at_incompatible=True))
-    return [*dict.fromkeys(state for state in found if state is not None)]
+    found: dict[_FSDPState, nn.Module] = {}
+    for submodule in _walk(module, stop_at_incompatible=True):
+        state = get_state(submodule)
+        if state is not None:
+            found.setdefault(state, submodule)
+    return [*found], [*found.values()]
+
+
+def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
+    """The states in the tree under ``module``; see ``_get_fsdp_states_with_modules``."""
+    return _get_fsdp_states_with_modules(module)[0]
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
