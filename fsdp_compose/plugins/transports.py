@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -293,8 +292,16 @@ def finish_with(work: Work, device: torch.device, finish: Callable[[], object], 
     finish()
     event = module.Event()
     event.record(module.current_stream(device))
-    done: Any = SimpleNamespace(wait=lambda: module.current_stream(device).wait_event(event))
-    return done
+    return _OnStream(lambda: module.current_stream(device).wait_event(event))
+
+
+class _OnStream:
+    """Hashed by identity, as the works of torch are."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
 
 
 class _Finishing:

@@ -623,6 +623,20 @@ def test_live_tensors_under_exchanged_names_are_exchanged(is_sharded):
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 @distributed(world_size=2)
+def test_sparse_buffers_are_got_and_set(is_sharded):
+    model = nn.Sequential(OrderedDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}))
+    model.register_buffer("adjacent", torch.eye(4).to_sparse())
+    if is_sharded:
+        fully_shard(model.a), fully_shard(model.b)
+    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
+        state = get_model_state_dict(model, options=options)
+        expected = 3 * state["adjacent"].to_dense()
+        set_model_state_dict(model, {**state, "adjacent": expected.to_sparse()}, options=options)
+        assert torch.equal(model.adjacent.to_dense(), expected)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@distributed(world_size=2)
 def test_a_copy_of_a_patched_model_speaks_for_itself(is_sharded):
     model = shard_layers(build(0)) if is_sharded else build(0)
     optimizer = adamw(model.parameters())

@@ -304,10 +304,10 @@ class DataParallelMesh:
         if any."""
         if mesh == self.mesh:
             return self
-        post_forward, num_shards = self.post_forward_size, mesh.size(mesh.ndim - 1)
-        if post_forward is not None and (post_forward >= num_shards or num_shards % post_forward):
-            post_forward = None  # fewer ranks than are to share post_forward: shards stay
-        found = data_parallel_mesh(mesh, [(mesh, tensor_mesh)], post_forward)
+        size, num_shards = self.post_forward_size, mesh.size(mesh.ndim - 1)
+        if size is not None and (size >= num_shards or num_shards % size):
+            size = None  # fewer ranks than are to share the parameters after forward: shards stay
+        found = data_parallel_mesh(mesh, [(mesh, tensor_mesh)], size)
         return found.run_among(self.peers, self.missing_factor * self.data_world_size)
 
     def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:

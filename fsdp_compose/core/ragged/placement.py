@@ -20,6 +20,7 @@ placements have been applied, whatever the position of its mesh dimension.
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from bisect import bisect_right
@@ -592,7 +593,7 @@ class RaggedSpec(DTensorSpec):
     def __getstate__(self) -> dict[str, Any]:
         if self.mesh.size() > 1 and not _warned:
             # Has the user's code called ``torch.save``? Libraries of checkpoints have all ranks save.
-            callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
+            callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe())]
             libraries = ("torch.distributed.checkpoint.", "fsdp_compose.checkpoint.")
             if "torch.serialization" in callers and not any(name.startswith(libraries) for name in callers):
                 _warned.append(self)

@@ -274,11 +274,12 @@ def fetch_model(plan: ModelPlan, sender: Sender | None) -> dict[str, Any]:
     moved = fetch({(fqn, ""): value for fqn, value in plan.given.items()}, targets, sender)
     live = {storage_of(target.like) for target in plan.targets.values() if not target.like.is_meta} - {0}
     for (fqn, _), tensor in moved.items():
-        like = plan.targets[fqn].like
-        # The target itself, into which torch.distributed.checkpoint has already loaded.
-        is_there = type(tensor) is type(like) and same_elements(tensor, like)
-        # Live tensors may be given under exchanged names. The first one that is loaded would overwrite the second.
-        values[fqn] = tensor.detach().clone() if storage_of(tensor) in live and not is_there else tensor
+        like, values[fqn] = plan.targets[fqn].like, tensor
+        # Live tensors may be given under exchanged names: the first one that is loaded would overwrite the second. But
+        # torch.distributed.checkpoint has loaded into the target itself. Asked in this order: a sparse tensor has no
+        # storage whose elements could be compared.
+        if storage_of(tensor) in live and not (type(tensor) is type(like) and same_elements(tensor, like)):
+            values[fqn] = tensor.detach().clone()
     return values
 
 

@@ -280,6 +280,8 @@ def _pending(param: torch.Tensor, kind: StateKind, optimizer: Optimizer | None) 
 
 def _allocate(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
     if kind.block is not None:
+        # For a stock DTensor, its state would have another shape on each rank.
+        assert isinstance(param, RaggedDTensor) or not isinstance(param, DTensor), "parameters are that, or plain"
         return zeros_per_block(param, kind.block, kind.dtype)
     is_sharded = isinstance(param, DTensor) and kind.is_like_parameter
     shape = local_tensor(param).shape if is_sharded else torch.Size(kind.shape(param.shape))

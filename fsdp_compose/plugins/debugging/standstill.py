@@ -91,9 +91,8 @@ class _Watcher(threading.Thread):
         is_waiting = bool(phases) or _place(_main_frame(), is_own=True).startswith("comm")
         is_long = is_waiting or now - since >= min(self._seconds * BETWEEN, most)
         if not is_long and store is not None and store.check([_AFTER]):
-            is_long = (
-                int(store.get(_AFTER)) >= order.count
-            )  # another rank waits at this one's last collective, or later
+            # Another rank waits at this one's last collective, or later.
+            is_long = int(store.get(_AFTER)) >= order.count
         if is_long:
             self._seen[order] = before, since, True
             _logger.warning(_told(position(group, order, phases, now - since)))

@@ -364,7 +364,8 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
         name = name or "the root"
         if state.options.bucket_bytes is not None:
             problem = f"{name} is made by replicate(), whose buckets are reduced in the order of one rank"
-        elif state.options.reshards_partially() or state.mesh.post_forward_transport is not None:  # may be set to
+        # A group that does not reshard to fewer ranks now, but has their transport, may be set to do so later.
+        elif state.options.reshards_partially() or state.mesh.post_forward_transport is not None:
             problem = (
                 f"{name} keeps parts of its parameters (it was made with a number as reshard_after_forward), which "
                 "ranks that skip a group do not have: pass True or False"

@@ -11,8 +11,8 @@ memory comes and goes. Other flat parameters use plain ``Unsharded`` and never r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,6 +79,17 @@ class ExtendedMemory(UnshardedMemory):
 
     def nbytes(self) -> int:
         return sum(part.nbytes() for part in self.parts)
+
+
+@dataclass(slots=True, eq=False)
+class _Works:
+    """Several collectives in flight."""
+
+    works: Sequence[Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class ExtendedUnsharded(Unsharded):
@@ -242,9 +253,7 @@ class ExtendedUnsharded(Unsharded):
                 hidden.copy_(flat)
             return None
         transport = self._mesh.transport.exact  # some of it are scales
-        works = [transport.all_gather(*pair, self._label) for pair in pairs if pair[0].numel()]
-        together: Any = SimpleNamespace(wait=lambda: [work.wait() for work in works])
-        return together
+        return _Works([transport.all_gather(*pair, self._label) for pair in pairs if pair[0].numel()])
 
     def arrive(self) -> None:
         self.work = None
