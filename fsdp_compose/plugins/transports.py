@@ -292,16 +292,17 @@ def finish_with(work: Work, device: torch.device, finish: Callable[[], object], 
     finish()
     event = module.Event()
     event.record(module.current_stream(device))
-    return _OnStream(lambda: module.current_stream(device).wait_event(event))
+    return _OnStream(module, device, event)
 
 
 class _OnStream:
-    """Hashed by identity, as the works of torch are."""
+    __slots__ = ("_device", "_event", "_module")
 
-    __slots__ = ("wait",)
+    def __init__(self, module: Any, device: torch.device, event: Any) -> None:
+        self._module, self._device, self._event = module, device, event
 
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.wait = wait
+    def wait(self) -> None:
+        self._module.current_stream(self._device).wait_event(self._event)
 
 
 class _Finishing:

@@ -313,7 +313,7 @@ def test_muon_over_stacked_experts_sends_nothing_for_them():
         experts, theirs = [
             [param for name, param in item.named_parameters() if name.endswith(names)] for item in (model, expected)
         ]
-        optimizers = Muon(experts, lr=0.02), Muon(theirs, lr=0.02)
+        optimizers = Muon(experts, lr=0.02, ns_dtype=torch.float32), Muon(theirs, lr=0.02, ns_dtype=torch.float32)
         run(model, expected, layout)
         for optimizer in optimizers:
             optimizer.step()

@@ -253,8 +253,9 @@ WAITS = {
     "wait_event in _let_leave": ["offloaded inputs"],
     "wait_stream in to_device": ["offloaded inputs"],
     "wait_event in wait": ["offloaded inputs", "offloaded inputs, dropped", "wire", "even chunks"],
-    "wait in finish_with": ["wire", "wire, bf16", "even chunks"],  # before decoding, before copying
-    "wait in __init__": ["wire, hybrid"],  # between the two collectives of a sum over replicas
+    # Before decoding, before copying; between the two collectives of a sum over replicas.
+    "wait in finish_with": ["wire", "wire, bf16", "even chunks", "wire, hybrid"],
+    "wait in finish": ["wire, hybrid"],  # of the second of these
     "synchronize in synchronize": ["offload"],
     "synchronize in __del__": ["offloaded inputs"],
     "wait in _wait": ["Muon", "Muon, hybrid"],  # of the all-to-alls of a step, in either direction

@@ -43,7 +43,7 @@ class SkipProtocol:
 
     def __init__(self, num_groups: int, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._view = memoryview(bytearray(_HEAD.size + len(Marks._fields) * num_groups))
+        self._view = memoryview(bytearray(_HEAD.size + len(Marks.__annotations__) * num_groups))
         carrier.make_room(len(self._view))
         starts = range(_HEAD.size, len(self._view), num_groups)
         # After a round, those of all ranks together.
