@@ -1245,13 +1245,13 @@ def test_annotations_are_what_dynamo_reads():
     """Equal modules with both annotations share a graph whose parameters are inputs, read anew at each call."""
     from torch._dynamo.testing import CompileCounter
 
-    from fsdp_compose.core.group.hook_decorators import MARKS
+    from fsdp_compose.core.group.hook_decorators import _annotate_modules_for_dynamo
 
     torch._dynamo.reset()
     counter = CompileCounter()
     layers = [Scale() for _ in range(3)]
     for layer in layers:
-        layer.__dict__.update(MARKS)
+        _annotate_modules_for_dynamo(layer, set(), True)
         layer.compile(backend=counter, fullgraph=True)
     x = torch.randn(2, 3)
     for _ in range(2):
