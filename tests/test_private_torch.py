@@ -722,6 +722,12 @@ def test_is_composite():
     assert not _torch.is_composite(aten.silu_backward.default), "it has both, and the CPU uses its own"
 
 
+def test_operators_decompose_or_say_that_they_do_not():
+    aten, x = torch.ops.aten, torch.ones(2, 2)
+    assert torch.equal(aten.linear.default.decompose(x, x), x @ x)
+    assert aten.addmm.default.decompose(x, x, x) is NotImplemented
+
+
 def test_memory_exchange():
     full, empty = torch.arange(4.0), torch.empty(0)
     view = full[1:]

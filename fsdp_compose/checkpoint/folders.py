@@ -469,12 +469,13 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
         (mine / MANIFEST).write_text(as_text(manifest))
         sync(mine / MANIFEST)
     sync(mine)
+    if os.path.lexists(folder):  # renaming would replace an empty folder
+        raise lost_to_another(folder, None)
     try:
-        if os.path.lexists(folder):  # renaming would replace an empty folder
-            raise FileExistsError
         mine.rename(folder)
     except OSError as error:
-        if os.path.lexists(folder):  # maybe created since: systems report that differently (not empty, no directory)
+        # Created since: systems report that differently (not empty, no directory), and it may be gone again.
+        if isinstance(error, FileExistsError) or os.path.lexists(folder):
             raise lost_to_another(folder, None) from None
         if isinstance(error, FileNotFoundError):
             raise lost_to_another(folder, mine) from None

@@ -10,6 +10,7 @@ import os
 import re
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,11 @@ from .folders import (
 )
 
 _PAUSE = 0.1  # seconds between looks
+
+
+def locks_of_saves(folder: Path) -> Iterator[Path]:
+    """Yield the locks that the first rank's writers, or their trainers, hold while they save into ``folder``."""
+    return folder.glob("*.partial/meet-*/0.lock")
 
 
 @checked()
@@ -63,7 +69,7 @@ def latest(
             return ""
         ends = time.monotonic() + wait_for_saves
         # While the first rank's writer works on a save, or its trainer is about to ask it to.
-        while time.monotonic() < ends and any(map(is_lock_held, folder.glob("*.partial/meet-*/0.lock"))):
+        while time.monotonic() < ends and any(map(is_lock_held, locks_of_saves(folder))):
             time.sleep(_PAUSE)
         return _newest(_found(folder, "latest()"))
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -404,14 +403,17 @@ def _explain_methods(modules: list[nn.Module]) -> None:
         # Not all methods: programs ask by ``hasattr(module, "reshard")`` whether a module has them.
         for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
             if not hasattr(module, name):
-                module.__dict__[name] = partial(_refuse_method, type(module).__name__, name)
+                module.__dict__[name] = _missing_method(type(module).__name__, name)
 
 
-def _refuse_method(cls: str, name: str, *_: Any, **__: Any) -> NoReturn:
-    raise AttributeError(
-        f"{cls!r} object has no attribute {name!r}: fsdp_compose.fully_shard() adds no methods. Call "
-        f"fsdp_compose.{name}(module, ...); or {_DROP_IN}"
-    )
+def _missing_method(cls: str, name: str) -> Callable[..., NoReturn]:
+    def missing(*_: Any, **__: Any) -> NoReturn:
+        raise AttributeError(
+            f"{cls!r} object has no attribute {name!r}: fsdp_compose.fully_shard() adds no methods. Call "
+            f"fsdp_compose.{name}(module, ...); or {_DROP_IN}"
+        )
+
+    return missing
 
 
 def check_fully_shard(module: nn.Module | list[nn.Module], **arguments: Any) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,14 +129,32 @@ def _assign(
 
 def _holders(item: Matrices) -> list[tuple[int, bool]]:
     """For each matrix of a parameter, the (first) rank that has most of it, and whether that has all of it."""
-    found = []
+    found, counts, numel = [], item.counts, item.numel
+    # Only ranks that have something, which lie next to each other: however many ranks there are, few pieces.
+    starts, firsts, position, rank = [], [], 0, 0
+    for count, num_ranks in counts.pieces:
+        if count:
+            starts.append(position)
+            firsts.append((rank, count))
+        position, rank = position + count * num_ranks, rank + num_ranks
+    if not starts:
+        return [(0, False)] * item.count
     for k in range(item.count):
-        best, most, rank = 0, 0, 0
-        for count, num_ranks in item.counts.within(k * item.numel, (k + 1) * item.numel).pieces:
-            if count > most:
-                best, most = rank, count
-            rank += num_ranks
-        found.append((best, 0 < most == item.numel))
+        begin, end = k * numel, min((k + 1) * numel, counts.total)
+        piece = bisect_right(starts, begin) - 1
+        best, most, at = 0, -1, begin
+        while at < end:
+            if piece + 1 < len(starts) and starts[piece + 1] <= at:
+                piece += 1
+            first, count = firsts[piece]
+            index = (at - starts[piece]) // count
+            stop = min(end, starts[piece] + (index + 1) * count)
+            if stop - at > most:
+                best, most = first + index, stop - at
+            if most >= end - stop:  # nobody has more
+                break
+            at = stop
+        found.append((best, most == numel))
     return found
 
 

@@ -37,6 +37,7 @@ from fsdp_compose.checkpoint.folders import (
     read_lists,
     understood,
 )
+from fsdp_compose.checkpoint.retention import locks_of_saves
 from fsdp_compose.core.comm import known_for
 from fsdp_compose.errors import MisuseError, MisuseRuntimeError, RankLostError, RanksDifferError
 from tests.checkpoint.states import adamw, assert_equal, build, own_snapshot, set_state, shared_folder, state_of, train
@@ -820,7 +821,7 @@ def test_a_save_counts_as_under_way_until_the_checkpoint_is_there(tmp_path):
 
     def finish(told: list[dict[str, Any]]) -> None:
         def waiting() -> list[bool]:
-            return [is_lock_held(path / "0.lock") is True for path in tmp_path.glob("*.partial/meet-*")]
+            return [is_lock_held(path) is True for path in locks_of_saves(tmp_path)]
 
         assert told == [{"files": {}}] and waiting() == [True]
         finish_folder(folder, token)

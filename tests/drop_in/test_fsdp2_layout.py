@@ -127,7 +127,6 @@ def train_beside(
             step(model, x)
             optimizer.step()
             optimizer.zero_grad()
-            model.zero_grad()
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
