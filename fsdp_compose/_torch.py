@@ -497,7 +497,7 @@ def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
     return a._cdata == b._cdata
 
 
-# A number of a storage, of which there is no second one while it lives.
+# A number that no other storage has while this one lives.
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 

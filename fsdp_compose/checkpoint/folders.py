@@ -486,7 +486,8 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
 
 
 def lost_to_another(folder: Path, mine: Path | None) -> MisuseRuntimeError:
-    """The error of a save that another one has replaced, whose files ``mine`` are gone, or come before (``None``)."""
+    """The error of a save when another job saves to the same folder: that has deleted the files in ``mine``, or
+    (``None``) was the first to finish."""
     found = f"{folder} exists now, and was not touched" if mine is None else f"its files in {mine} are gone"
     return MisuseRuntimeError(
         f"another job saves to {folder} too: {found}. This save stops and does not touch the other job's files. Let "

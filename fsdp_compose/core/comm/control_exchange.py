@@ -171,7 +171,7 @@ _HEAD = struct.Struct("<QQQQBBBBB3x")
 _ALL_ONES = (1 << 64) - 1
 _PER_BYTE = 0x9E3779B97F4A7C15  # mixes the number of bytes into the hash
 _IS_END, _IS_ROUND, _IS_STEP = range(3)  # kinds
-# By what an exchange is at the end of, or what it is.
+# The kind of an exchange, by what ends with it, or else by its name.
 _KINDS = {
     "backward": CollectiveKind.BACKWARD,
     "forward": CollectiveKind.FORWARD,

@@ -134,12 +134,12 @@ class UnreducedGradient(RaggedDTensor):
 
 
 def behind(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """What is reduced of a gradient, which ``.grad`` shows."""
+    """The tensor that is reduced, of a gradient that ``.grad`` shows."""
     return gradient.hidden if isinstance(gradient, UnreducedGradient) else gradient
 
 
 def put_behind(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Make ``gradient`` what is reduced of a parameter's gradient."""
+    """Let ``gradient`` be reduced in the place of what ``parameter.grad`` shows."""
     if isinstance(parameter.grad, UnreducedGradient):
         parameter.grad.hidden = gradient
     else:
