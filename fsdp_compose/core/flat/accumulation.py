@@ -134,12 +134,12 @@ class UnreducedGradient(RaggedDTensor):
 
 
 def behind(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor that is reduced, of a gradient that ``.grad`` shows."""
+    """The tensor that will be reduced: the one that an ``UnreducedGradient`` hides, or else ``gradient`` itself."""
     return gradient.hidden if isinstance(gradient, UnreducedGradient) else gradient
 
 
 def put_behind(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Let ``gradient`` be reduced in the place of what ``parameter.grad`` shows."""
+    """Reduce ``gradient`` instead of the present gradient. An ``UnreducedGradient`` remains, and hides it."""
     if isinstance(parameter.grad, UnreducedGradient):
         parameter.grad.hidden = gradient
     else:
